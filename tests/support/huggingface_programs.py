@@ -48,7 +48,7 @@ SEED = 3
 
 
 class Program(msgspec.Struct, frozen=True):
-    """One training; `arguments` are of TrainingArguments."""
+    """One training. `arguments` are for TrainingArguments."""
 
     model: str = "llama"
     rows: int = 17  # two full batches and one of a single row
@@ -181,7 +181,7 @@ def pad_texts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Points(torch.utils.data.Dataset[dict[str, Any]]):
-    """Five figures and a target for each row."""
+    """Five features and a target for each row."""
 
     def __init__(self, rows: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -196,7 +196,7 @@ class Points(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Plain(torch.nn.Module):
-    """A model that takes no `num_items_in_batch`: its loss is a mean over rows."""
+    """A model without `num_items_in_batch`: its loss is a mean over rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Plain(torch.nn.Module):
 
 
 class OwnLoss(Trainer):
-    """A mean over rows, of a model that takes `num_items_in_batch`."""
+    """A mean over rows, for a model that accepts `num_items_in_batch`."""
 
     loss_is_scaled_for_ga: bool | None = False
 
@@ -224,13 +224,13 @@ class OwnLoss(Trainer):
 
 
 class UnmarkedLoss(OwnLoss):
-    """The same, but it doesn't say so."""
+    """The same, but the model doesn't say that it accepts it."""
 
     loss_is_scaled_for_ga = None
 
 
 class OwnTensors(OwnLoss):
-    """Its loss has a variance that is a plain tensor, which its optimizer trains too."""
+    """Its loss has a variance that is a plain tensor, which its optimizer also trains."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -258,14 +258,14 @@ class Ordered(UnevenBatchSampler):
 
 
 class OrderedLoader(DataLoader[Any]):
-    """Hands the epoch on, as a prepared loader does."""
+    """Passes the epoch on, as a prepared loader does."""
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
 
 
 def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Plan:
-    """A plan for CPU slices, or for GPUs where PyTorch sees some."""
+    """Return a plan for CPU slices, or for GPUs if PyTorch sees some."""
     name = "sim-{}" if torch.cuda.is_available() else f"cpu-{{}}-of-{len(batches)}"
     devices = tuple(Share(name.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     kind: Any = "split" if len(batches) > 1 else "solo"
@@ -274,8 +274,9 @@ def make_plan(batches: Sequence[int], micros: Sequence[int] | None = None) -> Pl
 
 
 def plan_by_cost(plan: Plan) -> Plan:
-    """Its shares, each with a device as fast as its rows say, on which a pass costs as much as a
-    few tokens.
+    """Return the plan with shares by cost.
+
+    Each device is as fast as its rows say, and a pass costs as much as a few tokens.
     """
     shares = tuple(
         msgspec.structs.replace(
@@ -290,7 +291,7 @@ def plan_by_cost(plan: Plan) -> Plan:
 
 
 def plan_by_memory(plan: Plan) -> Plan:
-    """Its rows, on devices that hold more of the model the fewer rows they have."""
+    """Return the plan in shards. Devices with fewer rows hold more of the model."""
     held = [1 / max(1, share.batch) for share in plan.layout.share]
     shares = tuple(
         msgspec.structs.replace(share, state=each / sum(held))
@@ -302,7 +303,7 @@ def plan_by_memory(plan: Plan) -> Plan:
 
 
 def tiny_llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
-    """One layer; the same weights each time."""
+    """Return a Llama of one layer, with the same weights each time."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -310,7 +311,7 @@ def tiny_llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
 
 
 def compute_in_float64(model: Any) -> Any:
-    """The model without the float32 that transformers has inside: in its RMS norm and its loss."""
+    """Return the model without transformers' internal float32, in its RMS norm and its loss."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
             if type(norm).__name__ == "LlamaRMSNorm":
@@ -324,7 +325,7 @@ def compute_in_float64(model: Any) -> Any:
 def token_loss(
     logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any
 ) -> torch.Tensor:
-    """As transformers computes it for a causal model."""
+    """Return the loss as transformers computes it for a causal model."""
     labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     flat = logits.reshape(-1, vocab_size), labels.reshape(-1)
@@ -333,7 +334,7 @@ def token_loss(
 
 
 def make_parts(program: Program) -> dict[str, Any]:
-    """Model, data and collator of a program."""
+    """Return the model, data and collator of a program."""
     if program.model == "plain":
         torch.manual_seed(0)
         return {"model": Plain(), "train_dataset": Points(program.rows)}
@@ -354,7 +355,7 @@ def make_parts(program: Program) -> dict[str, Any]:
 
 
 def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArguments:
-    """One epoch in float64, each step's loss logged."""
+    """Return arguments for one epoch in float64 that log the loss of each step."""
     on_cpu = not torch.cuda.is_available()
     options: dict[str, Any] = {
         "use_cpu": on_cpu,
@@ -387,7 +388,7 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
 
 
 def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by the names that transformers 4 has for them."""
+    """Return the arguments with the names that transformers 4 has for them."""
     if hasattr(TrainingArguments, "train_sampling_strategy"):
         return options
     given = dict(options)
@@ -401,7 +402,7 @@ def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(trainer: Any, output: Any) -> dict[str, Any]:
-    """What a training ended with."""
+    """Return the state at the end of a training."""
     sharded = isinstance(getattr(trainer.model, "exchange", None), Sharded)
     named = whole(trainer.model) if sharded else trainer.model.state_dict()
     weights = [named[name].detach().clone() for name, _ in trainer.model.named_parameters()]
@@ -429,14 +430,14 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
 
 
 def gathered_types(model: Any) -> set[torch.dtype]:
-    """The types that a sharded model's parameters are gathered in."""
+    """Return the types in which a sharded model's parameters are gathered."""
     sharded = getattr(model, "exchange", None)
     units = [sharded.root, *sharded.units] if isinstance(sharded, Sharded) else []
     return {slot.whole.dtype for unit in units for slot in unit.slots}
 
 
 def save(trainer: Any) -> dict[str, torch.Tensor]:
-    """The weights in the folder that the trainer saves, as a plain model has them."""
+    """Return the weights in the folder that the trainer saves, as in a plain model."""
     folder = Path(trainer.args.output_dir, "saved")
     trainer.save_model(str(folder))
     if torch.distributed.is_initialized():
@@ -452,21 +453,22 @@ def save(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def predict(trainer: Any) -> Any:
-    """Of rows that don't go evenly into batches or ranks."""
+    """Return predictions for rows that don't divide evenly into batches or ranks."""
     if not isinstance(trainer.train_dataset, Points) or trainer.args.dataloader_drop_last:
         return None
     return torch.tensor(trainer.predict(Points(21)).predictions)
 
 
 def choose_class(program: Program) -> Any:
-    """The trainer class of a program."""
+    """Return the trainer class of a program."""
     own = {"own loss": OwnLoss, "unmarked loss": UnmarkedLoss, "own tensors": OwnTensors}
     return own.get(program.model, Trainer)
 
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
-    """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a
-    checkpoint is there.
+    """Train by the adapter.
+
+    If it stops on the way, the rest is trained by `resumed_by`, unless a checkpoint is there.
     """
     if program.without_rows:
         plan = make_plan([0] * (len(plan.batches) - 1) + [GLOBAL_BATCH])
@@ -500,7 +502,7 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
 
 
 def reference(program: Program) -> dict[str, Any]:
-    """By the bare trainer in this process, uncompiled."""
+    """Train with the bare trainer in this process, uncompiled."""
 
     class Reference(choose_class(program)):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
@@ -530,7 +532,10 @@ def train_all(
     micros: list[int],
     names: Sequence[str] = tuple(PROGRAMS),
 ) -> None:
-    """The programs of these names as one rank; three ranks go on from the checkpoints of two."""
+    """Train the programs of these names as one rank.
+
+    Three ranks continue from the checkpoints of two.
+    """
     torch.set_num_threads(1)
     audit_first_step()
     plan, other = make_plan(shares, micros), make_plan(shares[::-1])
@@ -546,14 +551,14 @@ def train_all(
 
 
 def reference_all(folder: Path, rank: int, names: Sequence[str] = tuple(PROGRAMS)) -> None:
-    """These programs in one process."""
+    """Train these programs in one process."""
     torch.set_num_threads(1)
     torch.save({name: reference(PROGRAMS[name]) for name in names}, folder / f"{rank}.pt")
 
 
 def deal_passes(folder: Path, rank: int) -> None:
-    """(rows, for each of two ranks its batches of passes and how many rows of each count), by data
-    sets of 9 to 33.
+    """Save (rows, for each of two ranks its batches of passes and the rows of each), for 9 to 33
+    rows.
     """
     found = []
     for rows in range(9, 34):

@@ -1,5 +1,6 @@
-"""What a Trainer by a plan refuses, or leaves as it was, in one process; see
-tests/support/huggingface_programs.py.
+"""What a Trainer by a plan refuses or leaves unchanged, in one process.
+
+See tests/support/huggingface_programs.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SMALL = Program(rows=12)
 
 
 def sentence(called: Callable[[], Any]) -> str:
-    """The error that it ends with; empty if it doesn't."""
+    """Return the error that the call raises; empty if it raises none."""
     try:
         called()
     except EvenerError as error:
@@ -38,7 +39,7 @@ def sentence(called: Callable[[], Any]) -> str:
 def refuse_training(
     folder: Path, kind: Any = Trainer, model: Any = None, micro: int = 8, **arguments: Any
 ) -> str:
-    """The sentence that ends a training before its first step."""
+    """Return the error that ends a training before its first step."""
     parts = make_parts(SMALL)
     parts["model"] = model or parts["model"]
     before = [tensor.clone() for tensor in parts["model"].parameters()]
@@ -51,8 +52,9 @@ def refuse_training(
 
 
 def refuse_setup(**changes: Any) -> str:
-    """The sentence for a trainer of which these are otherwise; the hardware and packages for them
-    aren't here.
+    """Return the error for a trainer with these changes.
+
+    The required hardware and packages don't exist here.
     """
     none = {name: lambda: 1 for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
     own = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
@@ -74,7 +76,7 @@ def refuse_setup(**changes: Any) -> str:
 
 
 def refuse_in_shards(**changes: Any) -> str:
-    """The sentence for a trainer under a plan in shards of which these are otherwise."""
+    """Return the error for a trainer under a plan in shards with these changes."""
     own: dict[str, Any] = {
         "optimizer": None,
         "model": torch.nn.Linear(1, 1),
@@ -89,15 +91,15 @@ def refuse_in_shards(**changes: Any) -> str:
 
 
 def mixture() -> Any:
-    """A mixture of experts with its auxiliary loss."""
+    """Return a mixture of experts with its auxiliary loss."""
     sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
 
 
 class Baseline(Trainer):
-    """Its loss has a baseline of what it gathers, which is 0 as long as that is small, as KTO's is
-    at first.
+    """Its loss has a baseline from gathered values, which is 0 while they are small, as KTO's is at
+    first.
     """
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
@@ -108,7 +110,7 @@ class Baseline(Trainer):
 
 
 def in_parallel() -> Any:
-    """A model that is wrapped already."""
+    """Return a model that is already wrapped."""
     wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
         torch.nn.parallel.DistributedDataParallel
     )
@@ -117,7 +119,7 @@ def in_parallel() -> Any:
 
 
 def refuse_checkpoint(folder: Path) -> dict[str, Any]:
-    """Of another global batch, and the same by `global_batch`."""
+    """Return the errors for a checkpoint of another global batch, and with `global_batch`."""
     path, program = str(folder / "saved"), Program(rows=16)
     arguments = make_arguments(program, path, save_strategy="epoch")
     with_plan(Trainer, make_plan((8,)))(args=arguments, **make_parts(program)).train()
@@ -135,8 +137,9 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def resume_bare(folder: Path) -> dict[str, Any]:
-    """A bare training that was stopped in mid-epoch, gone on by a plan, beside one that wasn't; and
-    by another plan.
+    """Continue a bare training, stopped in mid-epoch, by a plan and by another plan.
+
+    They are compared with one that wasn't stopped.
     """
     program, path = Program(rows=45), str(folder / "bare")
     batches = {"per_device_train_batch_size": 8}
@@ -162,7 +165,7 @@ def resume_bare(folder: Path) -> dict[str, Any]:
 
 
 class Backwards(Trainer):
-    """Has a training loader of its own, or one that makes its own batches."""
+    """Has its own training loader, or one that makes its own batches."""
 
     batches = False
 
@@ -177,7 +180,9 @@ class Backwards(Trainer):
 
 
 def load_by_own(folder: Path) -> dict[str, Any]:
-    """The rows of an own loader, and the sentence for one that makes its batches itself."""
+    """Return the rows of the trainer's own loader, and the error for one that makes its batches
+    itself.
+    """
     trainer = with_plan(Backwards, make_plan((8,)))(
         args=make_arguments(SMALL, str(folder)), **make_parts(SMALL)
     )
@@ -192,7 +197,7 @@ def load_by_own(folder: Path) -> dict[str, Any]:
 
 
 def keep_arguments(folder: Path) -> dict[str, Any]:
-    """What the user's arguments are after a trainer was made of them by a launcher's plan, and the
+    """Return the user's arguments after a trainer was made with a launcher's plan, and the
     trainer's.
     """
     arguments = make_arguments(SMALL, str(folder))
@@ -210,7 +215,7 @@ def keep_arguments(folder: Path) -> dict[str, Any]:
 
 
 class Endless:
-    """A data set that raises nothing behind its last row."""
+    """A data set that raises no error beyond its last row."""
 
     def __len__(self) -> int:
         return 3
@@ -220,7 +225,7 @@ class Endless:
 
 
 def count_tokens() -> Any:
-    """Look up the lengths of rows without a length column, as for an assignment by length."""
+    """Return the lengths of rows without a length column, as for an assignment by length."""
     arguments = SimpleNamespace(length_column_name="length")
     return find_lengths(
         SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None)
@@ -228,8 +233,9 @@ def count_tokens() -> Any:
 
 
 def items_on_device() -> str:
-    """Where the items of a step are, of a loss that is a mean over them: a device from which
-    nothing is read.
+    """Return the device of a step's number of items, for a loss that is a mean over them.
+
+    Nothing is read from that device.
     """
     accelerator: Any = SimpleNamespace(gather=lambda own: own, num_processes=1)
     items = torch.ones((), dtype=torch.int64, device="meta")
@@ -241,7 +247,7 @@ def items_on_device() -> str:
 
 
 def refuse_all(folder: Path, rank: int) -> None:
-    """Every sentence."""
+    """Save every error."""
     generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
     found = {
         "auto_find_batch_size": refuse_training(folder, auto_find_batch_size=True),

@@ -1,5 +1,6 @@
-"""Trains programs whose gradient by shares is another one, at first or later, and exact ones that
-are audited in every step.
+"""Trains programs whose gradient by shares differs, at first or later, and exact ones.
+
+The exact ones are audited in every step.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ ROWS = 8 * BATCH
 X = RANDOM.normal(size=(ROWS, 6))
 Y = RANDOM.normal(size=(ROWS, 1))
 LABELS = RANDOM.integers(0, 2, (ROWS, 3)).astype(float)
-LABELS[-BATCH:][RANDOM.random((BATCH, 3)) < 0.5] = -1.0  # of which the first batches have none
+LABELS[-BATCH:][RANDOM.random((BATCH, 3)) < 0.5] = -1.0  # the first batches have none of these
 
 
 class Mixes(layers.Layer):
-    """Mixes a row with the mean of its batch; at first it takes the row alone."""
+    """Mixes a row with the mean of its batch. At first it uses only the row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.own = self.add_weight(shape=(), initializer="ones", trainable=False)
 
     def call(self, x: Any) -> Any:
-        """The mix."""
+        """Return the mixed rows."""
         return self.own * x + (1 - self.own) * ops.mean(x, axis=0, keepdims=True)
 
 
@@ -50,7 +51,7 @@ class Lower(keras.callbacks.Callback):
     """Lets rows be mixed after two batches."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Half of the mean from here on."""
+        """Use half of the mean from here on."""
         if batch == 1:
             self.model.layers[0].own.assign(0.5)
 
@@ -63,7 +64,7 @@ class Admitted(keras.losses.Loss):
         self.threshold = keras.Variable(1e9, dtype="float64", trainable=False, name="threshold")
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The mean."""
+        """Return the mean."""
         errors = ops.mean(ops.square(y_true - y_pred), axis=-1)
         admitted = ops.cast(errors < self.threshold, errors.dtype)
         return ops.sum(admitted * errors) / ops.maximum(ops.sum(admitted), 1.0)
@@ -73,17 +74,17 @@ class AdmitFewer(keras.callbacks.Callback):
     """Lowers the threshold after each epoch, so that a batch may lose rows."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Below most errors."""
+        """Set the threshold below most errors."""
         self.model.loss.threshold.assign(0.5)
 
 
 class Carries(keras.Model):
-    """Divides the errors by what they have been from the fourth step on."""
+    """Divides the errors by their earlier values from the fourth step on."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
-        """The mean of the divided errors."""
+        """Return the mean of the divided errors."""
         error = ops.mean(ops.square(y - y_pred))
         loss = error / self.before
         late = ops.cast(self.optimizer.iterations >= 3, error.dtype)
@@ -97,42 +98,42 @@ class LateContrast(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
-        """The squared error, and later the spread."""
+        """Return the squared error, and later also the spread."""
         late = ops.cast(self.optimizer.iterations >= 3, y_pred.dtype)
         return ops.mean(ops.square(y - y_pred)) + late * ops.std(y_pred)
 
 
-KEPT: dict[str, Any] = {}  # what a call leaves outside the model
+KEPT: dict[str, Any] = {}  # what a call stores outside the model
 
 
 class ReadsGlobal(keras.Model):
-    """Its loss reads what its call has left in a global."""
+    """Its loss reads what its call has stored in a global."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden, self.out = layers.Dense(3), layers.Dense(1)
 
     def call(self, x: Any) -> Any:
-        """The outputs."""
+        """Return the outputs."""
         KEPT["hidden"] = self.hidden(x)
         return self.out(KEPT["hidden"])
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
-        """The squared error and a penalty of what was left."""
+        """Return the squared error and a penalty on the stored value."""
         return ops.mean(ops.square(y - y_pred)) + ops.mean(ops.square(KEPT["hidden"]))
 
 
 class LeavesEarly(keras.Model):
-    """Leaves out a layer once the mean of a batch's first outputs is above what it is at first."""
+    """Skips a layer once the mean of a batch's first outputs exceeds its initial value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.quick, self.deep = layers.Dense(1), layers.Dense(1)
 
     def call(self, x: Any) -> Any:
-        """The outputs of one layer, or of two."""
+        """Return the outputs of one layer, or of two."""
         quick = self.quick(x)
         return tf.cond(
             tf.reduce_mean(quick) > 50.0, lambda: quick, lambda: quick + self.deep(tf.tanh(x))
@@ -140,7 +141,7 @@ class LeavesEarly(keras.Model):
 
 
 def leaving() -> Any:
-    """The model that decides by a mean of the batch."""
+    """Return the model that decides by a mean of the batch."""
     model = LeavesEarly()
     model.compile(keras.optimizers.SGD(0.05), "mse")
     model(X[:2])
@@ -148,7 +149,7 @@ def leaving() -> Any:
 
 
 def choosing() -> Any:
-    """The same decision in a functional model."""
+    """Return the same decision in a functional model."""
     entry = keras.Input((6,))
     quick = layers.Dense(1)(entry)
     deep = layers.Dense(1)(ops.tanh(entry))
@@ -159,14 +160,14 @@ def choosing() -> Any:
 
 
 def masked(y: Any, outputs: Any) -> Any:
-    """A mean over labels that aren't -1."""
+    """Return a mean over labels that aren't -1."""
     known = tf.cast(y >= 0, outputs.dtype)
     errors = known * tf.square(y - outputs)
     return tf.reduce_sum(errors) / tf.maximum(tf.reduce_sum(known), 1.0)
 
 
 def dense(loss: Any, outputs: int = 1, base: Any = None, extra: Any = ()) -> Any:
-    """Two layers behind `extra`."""
+    """Return two layers after `extra`."""
     entry = keras.Input((6,))
     hidden = entry
     for layer in extra:
@@ -178,14 +179,14 @@ def dense(loss: Any, outputs: int = 1, base: Any = None, extra: Any = ()) -> Any
 
 
 def mixing() -> Any:
-    """A model of layers in a row."""
+    """Return a sequential model with mixing."""
     model = keras.Sequential([keras.Input((6,)), Mixes(), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
     return model
 
 
 def reading() -> Any:
-    """The model that leaves something in a global."""
+    """Return the model that stores something in a global."""
     model = ReadsGlobal()
     model.compile(keras.optimizers.SGD(0.05))
     model(X[:2])
@@ -193,7 +194,7 @@ def reading() -> Any:
 
 
 def carrying() -> Any:
-    """A functional model has its weights already."""
+    """Return a functional model, which already has its weights."""
     model = dense(None, base=Carries)
     model.before = model.add_weight(shape=(), initializer="ones", trainable=False, name="before")
     return model
@@ -212,8 +213,9 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Any, list[Any]]] = {
 
 
 def find(_rank: int, engine: str, hidden: list[str], exact: list[str]) -> dict[str, Any]:
-    """What became of the programs in an engine: `hidden` ones as users train them, `exact` ones
-    audited in every step.
+    """Return the results of the programs in an engine.
+
+    `hidden` ones train as users train them, `exact` ones are audited in every step.
     """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
@@ -230,8 +232,10 @@ def find(_rank: int, engine: str, hidden: list[str], exact: list[str]) -> dict[s
 
 
 def look_beside(_rank: int) -> dict[str, Any]:
-    """What an audit's draws and normalization are for the model, and for another thread; and what
-    is said where a user's own `clone_model` asks a split model for its compile config.
+    """Return the effects of an audit on the model's random draws and normalization, and on another
+    thread.
+
+    Also return the message if a user's own `clone_model` reads a split model's compile config.
     """
     make_logical_cpus(2)
     inner = layers.BatchNormalization()
@@ -267,12 +271,12 @@ def look_beside(_rank: int) -> dict[str, Any]:
 
 
 def clone_model(model: Any) -> Any:
-    """A function of a user's, with the name of Keras' own."""
+    """A user's function with the name of Keras' own."""
     return model.get_compile_config()
 
 
 def train(split: Split, make: Callable[[], Any], y: Any, callbacks: list[Any]) -> dict[str, Any]:
-    """The sentence with which a training ends, after how many steps, and what was warned of."""
+    """Return the error that ends a training, the number of steps before it, and the warnings."""
     model = seeded(lambda: split.build(make))
     said = ""
     with warnings.catch_warnings(record=True) as seen:

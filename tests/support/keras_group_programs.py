@@ -1,5 +1,4 @@
-"""What users do around `fit` in a group of processes, beside one process: metrics, callbacks, kinds
-of data.
+"""What users do around `fit`, in a group of processes and in one process: metrics, callbacks, data.
 
 Each case trains float64 models of one layer on 17 rows in batches of 8, shared 6 : 2, so the last
 batch is one row.
@@ -54,37 +53,38 @@ Figures = dict[str, Any]
 
 
 class Largest(keras.metrics.Metric):
-    """The largest error so far: a state that isn't a sum."""
+    """The largest error so far, a state that isn't a sum."""
 
     def __init__(self) -> None:
         super().__init__(name="largest")
         self.most = self.add_variable((), "zeros", name="most")
 
     def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
-        """A maximum."""
+        """Update the maximum."""
         self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - outputs))))
 
     def result(self) -> Any:
-        """It."""
+        """Return the maximum."""
         return self.most
 
 
 def deviation(y: Any, outputs: Any) -> Any:
-    """A function of the whole batch."""
+    """Return a function of the whole batch."""
     return ops.std(y - outputs)
 
 
 class OwnMetrics(keras.Sequential):
-    """Metrics of x too, as Keras' documentation computes them."""
+    """Metrics of x too, computed as in Keras' documentation."""
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """The rows' largest input beside what is compiled."""
+        """Return the rows' largest input with the compiled metrics."""
         return super().compute_metrics(x, y, y_pred, sample_weight) | {"input": ops.max(x)}
 
 
 def regression() -> Model:
-    """One layer, four numbers to one, a metric that Keras sums over rows, and an optimizer that has
-    states.
+    """Return one layer from four numbers to one.
+
+    Its metric is summed over rows by Keras, and its optimizer has states.
     """
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse", metrics=["mae"])
@@ -92,8 +92,9 @@ def regression() -> Model:
 
 
 def two_heads() -> Model:
-    """A loss and metrics for each output: of the whole batch, and a confusion matrix of three
-    classes.
+    """Return a model with a loss and metrics for each output.
+
+    The metrics are those of the whole batch, and a confusion matrix of three classes.
     """
     body = Kinds()(entry := keras.Input((4,)))
     kind = layers.Dense(3, activation="softmax", name="kind")(body)
@@ -109,7 +110,9 @@ def two_heads() -> Model:
 
 
 def wide() -> Model:
-    """Outputs that are too large to be sent; a metric of the user's own is a mean, too."""
+    """Return a model whose outputs are too large to be sent. A metric of the user's is a
+    mean too.
+    """
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.RepeatVector(9000)])
     model.compile(
         "sgd", "mse", metrics=["mae", keras.metrics.MeanMetricWrapper(squares, name="squares")]
@@ -118,13 +121,13 @@ def wide() -> Model:
 
 
 def squares(y: Any, outputs: Any) -> Any:
-    """Of each row."""
+    """Return the square for each row."""
     return ops.mean((y - outputs) ** 2, axis=-1)
 
 
 def fit(model: Model, x: Any = X, y: Any = Y, epochs: int = 2, **words: Any) -> Figures:
-    """Two epochs in order; one device has arrays as a dataset, which takes it less time to
-    prepare.
+    """Train two epochs in order. One device gets arrays as a dataset, which is quicker
+    to prepare.
     """
     words = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **words}
     if (
@@ -140,26 +143,26 @@ def fit(model: Model, x: Any = X, y: Any = Y, epochs: int = 2, **words: Any) -> 
 
 
 def batches(*rows: Any) -> Any:
-    """(x, y, weight) as a dataset of batches, without what is None."""
+    """Return (x, y, weight) as a dataset of batches, without the parts that are None."""
     return tf.data.Dataset.from_tensor_slices(
         tuple(each for each in rows if each is not None)
     ).batch(BATCH)
 
 
 class Notes(keras.callbacks.Callback):
-    """Every batch's figures."""
+    """Every batch's metrics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[dict[str, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keep them."""
+        """Store them."""
         self.seen.append({name: float(figure) for name, figure in (logs or {}).items()})
 
 
 def batch_figures(model: Model) -> Figures:
-    """Figures of each batch, by fit and by the methods for single batches."""
+    """Return the metrics of each batch, from fit and from the methods for single batches."""
     notes = Notes()
     fit(model, callbacks=[notes])
     single = [model.train_on_batch(X[:rows], Y[:rows]) for rows in (8, 2, 1)]
@@ -167,7 +170,7 @@ def batch_figures(model: Model) -> Figures:
 
 
 def results_twice(model: Model) -> Figures:
-    """The result of an epoch, asked again and again."""
+    """Return the result of an epoch, read repeatedly."""
     model.reset_metrics()
     model.train_on_batch(X[:8], Y[:8])
     model.evaluate(X, Y, batch_size=BATCH, verbose=0)
@@ -177,7 +180,7 @@ def results_twice(model: Model) -> Figures:
 
 
 def evaluate_alone(model: Model) -> Figures:
-    """Before anything was trained."""
+    """Return the result of evaluate before any training."""
     return {
         "arrays": model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True),
         "dataset": model.evaluate(
@@ -199,14 +202,14 @@ class Batches(keras.utils.PyDataset):
 
 
 def unbuilt() -> Model:
-    """A model whose weights are made with its first batch."""
+    """Return a model whose weights are created with its first batch."""
     model = keras.Sequential([layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
     return model
 
 
 def validated(model: Model) -> Figures:
-    """Validation of each epoch and an evaluation, with weights."""
+    """Return the metrics of validation in each epoch and of evaluation, with weights."""
     history = fit(
         model,
         sample_weight=WEIGHTS,
@@ -219,7 +222,7 @@ def validated(model: Model) -> Figures:
 
 
 def some_steps(model: Model) -> Figures:
-    """Epochs of fewer and of more steps than the arrays have."""
+    """Return the metrics of epochs with fewer and with more steps than the arrays have."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -230,40 +233,40 @@ def some_steps(model: Model) -> Figures:
 
 
 class StopBelow(keras.callbacks.Callback):
-    """Stops in the middle of an epoch, by a batch's figure."""
+    """Stops in the middle of an epoch, by a batch's metric."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Once two thirds of the first error are gone."""
+        """Stop once two thirds of the first error are gone."""
         if logs["mae"] < 0.9 * self.__dict__.setdefault("first", logs["mae"]):
             self.model.stop_training = True
 
 
 class StopInOne(keras.callbacks.Callback):
-    """Stops by something that only one process sees, as a clock."""
+    """Stops by a condition that only one process sees, such as a clock."""
 
     def __init__(self, split: Any) -> None:
         super().__init__()
         self.here = split is None or split.group.rank == 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After the second batch."""
+        """Stop after the second batch."""
         if self.here and batch == 1:
             self.model.stop_training = True
 
 
 class StopInOneEpoch(StopInOne):
-    """The same at an epoch's end."""
+    """Stops in the same way at an epoch's end."""
 
     on_train_batch_end = keras.callbacks.Callback.on_train_batch_end
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """After the first."""
+        """Stop after the first epoch."""
         if self.here and epoch == 0:
             self.model.stop_training = True
 
 
 def stops(callback: Callable[[Any], Any]) -> Callable[[Model], Figures]:
-    """A training that a callback ends, and how far it came."""
+    """Return a training that a callback ends, and its number of batches."""
 
     def run(model: Model) -> Figures:
         split = model.fit.hooks if hasattr(model.fit, "hooks") else None
@@ -274,7 +277,7 @@ def stops(callback: Callable[[Any], Any]) -> Callable[[Model], Figures]:
 
 
 def overflowing(model: Model) -> Figures:
-    """A loss that isn't a number any more, and how many steps end with it."""
+    """Return the metrics of a loss that becomes NaN, and the number of steps until then."""
     y, before, weights = Y.copy(), int(model.optimizer.iterations), model.get_weights()
     y[12] = np.nan
     fit(model, X, y, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
@@ -285,7 +288,9 @@ def overflowing(model: Model) -> Figures:
 
 
 def early(model: Model) -> Figures:
-    """EarlyStopping that restores what was best: here, the largest error."""
+    """Return the metrics with EarlyStopping that restores the best weights: here, the largest
+    error.
+    """
     stop = keras.callbacks.EarlyStopping(
         "val_loss", patience=1, mode="max", restore_best_weights=True
     )
@@ -293,30 +298,30 @@ def early(model: Model) -> Figures:
 
 
 class Watched(layers.Layer):
-    """Counts its rows in a metric of its own."""
+    """Counts its rows in its own metric."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = keras.metrics.Mean(name="seen")
 
     def call(self, x: Any) -> Any:
-        """The rows."""
+        """Return the rows."""
         self.seen.update_state(x)
         return x
 
 
 def watched() -> Model:
-    """Metrics inside the model, of its inputs, of the whole batch, and a maximum."""
+    """Return a model with metrics of its inputs, of the whole batch, and a maximum."""
     model = OwnMetrics([keras.Input((4,)), Watched(), layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae", deviation, Largest()])
     return with_variables(model, X, Y)
 
 
 class Kinds(layers.Layer):
-    """A weight of each kind that TensorFlow can't sum between processes."""
+    """Has a weight of each kind that TensorFlow can't sum between processes."""
 
     def build(self, shape: Any) -> None:
-        """As quantized and masked layers have them."""
+        """Create the weights, as quantized and masked layers have them."""
         kinds = ("int8", "bool", "uint8", "uint32", "int16")
         self.own = [
             self.add_weight(shape=(4,), dtype=k, initializer="ones", trainable=False, name=k)
@@ -324,20 +329,20 @@ class Kinds(layers.Layer):
         ]
 
     def call(self, x: Any) -> Any:
-        """All of them count."""
+        """Return a result that uses all of them."""
         for weight in self.own:
             x = x * ops.cast(weight, x.dtype)
         return x
 
 
 def ragged_rows() -> Any:
-    """Words, from one to four a row."""
+    """Return rows of one to four words."""
     lengths = 1 + np.arange(ROWS) % 4
     return tf.RaggedTensor.from_row_lengths(np.arange(lengths.sum()) % 11, lengths)
 
 
 def ragged_model() -> Model:
-    """A mean of words."""
+    """Return a model that averages words."""
     entry = keras.Input((None,), dtype="int32", ragged=True)
     words = layers.Embedding(11, 4)(entry)
     model = keras.Model(entry, layers.Dense(1)(ops.mean(words, axis=1)))
@@ -346,8 +351,9 @@ def ragged_model() -> Model:
 
 
 def frames(model: Model) -> Figures:
-    """pandas' tables to train on, to validate and to evaluate; arrays for one device, or where it
-    isn't installed.
+    """Return the metrics with pandas tables for training, validation and evaluation.
+
+    One device gets arrays, and so do all devices without pandas.
     """
     pandas = (
         import_module("pandas") if find_spec("pandas") and hasattr(model.fit, "hooks") else None
@@ -358,15 +364,15 @@ def frames(model: Model) -> Figures:
 
 
 def held_out(model: Model) -> Figures:
-    """The last rows of the arrays to validate on, with weights."""
+    """Return the metrics with the last rows of the arrays for validation, with weights."""
     words: Any = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
     weights = np.linspace(0.5, 2.0, len(X))
     return dict(model.fit(X, Y, sample_weight=weights, validation_split=0.3, **words).history)
 
 
 def saved(model: Model) -> Figures:
-    """Three kinds of checkpoint and a backup, in a folder of this process' own run; what the files
-    hold.
+    """Return the contents of three kinds of checkpoint and a backup, in a folder of this
+    process.
     """
     folder = Path(os.environ["CASE_FOLDER"], "split" if hasattr(model.fit, "hooks") else "plain")
     kinds = keras.callbacks
@@ -400,33 +406,33 @@ def saved(model: Model) -> Figures:
 
 
 def fit_ragged(model: Model) -> list[Figures]:
-    """Ragged arrays, and batches of them."""
+    """Return the metrics for ragged arrays, and for batches of them."""
     data = tf.data.Dataset.from_tensor_slices((ragged_rows(), Y)).batch(BATCH)
     return [fit(model, ragged_rows(), Y), dict(model.fit(data, verbose=0).history)]
 
 
 class OfWords(keras.Model):
-    """A mean of words, whose weights are made by its first batch."""
+    """A mean of words, whose weights are created by its first batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.out = layers.Embedding(11, 4), layers.Dense(1)
 
     def call(self, x: Any) -> Any:
-        """The mean."""
+        """Return the mean."""
         padded = x.to_tensor() if isinstance(x, tf.RaggedTensor) else x
         return self.out(ops.mean(self.words(padded), axis=1))
 
 
 def of_words() -> Model:
-    """Compiled."""
+    """Return the compiled model."""
     model = OfWords()
     model.compile("sgd", "mse")
     return model
 
 
 def fit_words(model: Model) -> Figures:
-    """Ragged batches of two words a row."""
+    """Return the metrics for ragged batches of two words per row."""
     rows = tf.RaggedTensor.from_uniform_row_length(np.arange(2 * ROWS) % 11, 2)
     rows = tf.RaggedTensor.from_row_lengths(rows.flat_values, [2] * ROWS)
     data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(BATCH)
@@ -434,17 +440,17 @@ def fit_words(model: Model) -> Figures:
 
 
 def single_batches(model: Model) -> list[Any]:
-    """train_on_batch, as loops of reinforcement learning and of GANs call it."""
+    """Return the results of train_on_batch, as loops of reinforcement learning and GANs call it."""
     return [model.train_on_batch(X[:rows], Y[:rows]) for rows in (8, 8, 5, 1)]
 
 
 def fit_wide(model: Model) -> Figures:
-    """Nine thousand numbers a row."""
+    """Return the metrics for nine thousand numbers per row."""
     return fit(model, y=LONG)
 
 
 def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
-    """One after another on the same model, which is traced once."""
+    """Return a function that runs one after another on the same model, which is traced once."""
     return lambda model: [run(model) for run in runs]
 
 
@@ -486,12 +492,12 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
 
 
 def make_split() -> Split:
-    """Three rows of four, and one."""
+    """Return a split of three rows of four, and one."""
     return unaudited(Split(devices=["CPU:0", "CPU:1"], ratios=[6, 2], global_batch=BATCH))
 
 
 def prove(_: int, folder: str) -> dict[str, Any]:
-    """Every case, in a process of a group."""
+    """Return the results of every case, in a process of a group."""
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -515,7 +521,7 @@ def prove(_: int, folder: str) -> dict[str, Any]:
 
 
 def measured(engine: str) -> list[str]:
-    """What is said of a plan that was measured with an engine."""
+    """Return the messages about a plan that was measured with an engine."""
     names = [f"cpu-{i}-of-2" for i in range(2)]
     plan = launched_plan.plan(names, framework="tensorflow", precision="float64", engine=engine)
     with warnings.catch_warnings(record=True) as seen:
@@ -525,10 +531,10 @@ def measured(engine: str) -> list[str]:
 
 
 def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
-    """Four epochs with a backup and a checkpoint; the first process is killed when it has renamed
-    so many files.
+    """Train four epochs with a backup and a checkpoint.
 
-    Of an odd moment, before the last of them is renamed; of 0, never.
+    The first process is killed once it has renamed `moment` files: for an odd moment, before it
+    renames the last of them; for 0, never.
     """
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
@@ -566,7 +572,7 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
 
 
 def refused(split: Split, model: Model) -> dict[str, str]:
-    """What each process says where they have unequal data."""
+    """Return the message of each process if they have unequal data."""
     rank = split.required_group.rank
     last = Y.copy()
     last[-1] += rank
@@ -593,8 +599,9 @@ def refused(split: Split, model: Model) -> dict[str, str]:
 
 
 def half_model() -> Model:
-    """mixed_float16 at a scale where some sums of gradients overflow, and a layer in
-    mixed_bfloat16.
+    """Return a model in mixed_float16 with a layer in mixed_bfloat16.
+
+    At its loss scale, some sums of gradients overflow.
     """
     set_seed()
     dense = [layers.Dense(16, activation="relu", dtype="float32"), layers.Dense(1, dtype="float32")]
@@ -614,13 +621,15 @@ class Scales(keras.callbacks.Callback):
         self.seen: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keep it."""
+        """Store it."""
         self.seen.append(float(self.model.optimizer.dynamic_scale))
 
 
 def half(split: Split) -> dict[str, Any]:
-    """Loss scales of the split and, in the first process, of one device, and how far apart weights
-    are in the end.
+    """Return the loss scales of the split and of one device, and the difference of the final
+    weights.
+
+    The first process trains the one device.
     """
     random = np.random.default_rng(0)
     x, y = random.normal(size=(64, 4)), 16 * random.normal(size=(64, 1))
@@ -642,23 +651,23 @@ def half(split: Split) -> dict[str, Any]:
 
 
 class FailsLate(layers.Layer):
-    """Can't be traced by the second process for a training."""
+    """Can't be traced for training in the second process."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
 
     def call(self, x: Any, training: Any = None) -> Any:
-        """The rows, unchanged."""
+        """Return the rows, unchanged."""
         if training and self.rank == 1:
             raise ValueError("a file is missing here")
         return x
 
 
 def fail_in_one(rank: int) -> dict[str, str]:
-    """What each process raises if the second one's step can't be traced and the process lives on.
+    """Return what each process raises if the second one's step can't be traced and it stays alive.
 
-    A process that waits without end is ended by a timer.
+    A timer ends a process that waits forever.
     """
     faulthandler.dump_traceback_later(400, exit=True)
     split = Split(make_plan(6, 2))

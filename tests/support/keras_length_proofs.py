@@ -1,4 +1,4 @@
-"""Padded rows that towers assign by length: comparison with one device, and refused cases."""
+"""Padded rows that towers assign by length, compared with one device; and refused cases."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WEIGHTS = np.where(INSIDE, RANDOM.uniform(0.5, 2.0, INSIDE.shape), 0.0)
 
 
 def tagger(optimizer: Any, head: Any = (), **compiled: Any) -> Any:
-    """A kind for each word; the mask goes on to the loss."""
+    """Return a model with a class for each word. The mask reaches the loss."""
     return _made([layers.Embedding(11, 4, mask_zero=True), *head], optimizer, **compiled)
 
 
 def convolution(optimizer: Any, padding: str = "causal", **compiled: Any) -> Any:
-    """A kind for each word without a mask: no word sees those after it."""
+    """Return a model with a class for each word, without a mask: no word sees later ones."""
     return _made(
         [layers.Embedding(11, 4), layers.Conv1D(6, 3, padding=padding)], optimizer, **compiled
     )
@@ -44,9 +44,10 @@ def _made(inner: list[Any], optimizer: Any, **compiled: Any) -> Any:
 
 
 def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[str, Any]:
-    """Weights and figures of two epochs beside one device that takes the rows as they come.
+    """Return weights and metrics of two epochs, compared with one device that takes the rows in
+    order.
 
-    Rows without weights are validated with, too.
+    Rows without weights are also used for validation.
     """
 
     def assigned(model: Any) -> Any:
@@ -64,8 +65,9 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
 
 
 def computed(split: Split) -> dict[str, Any]:
-    """The steps that the devices compute in an epoch, of all padded ones, and whether each row
-    comes once.
+    """Return the fraction of padded steps that the devices compute in an epoch.
+
+    Also return whether each row comes once.
     """
     own, words = 0, []
     for batch in split.data(WORDS, lengths=LENGTHS, shuffle=True):
@@ -75,13 +77,13 @@ def computed(split: Split) -> dict[str, Any]:
 
 
 def on_one_device() -> bool:
-    """Whether one device gets the rows as they come, without their lengths."""
+    """Return whether one device gets the rows in order, without their lengths."""
     first, *_ = Split(devices=["CPU:0"], global_batch=BATCH).data(WORDS, lengths=LENGTHS)
     return bool((first[0].numpy() == WORDS[:BATCH]).all())
 
 
 def refused(split: Split, in_passes: Split) -> dict[str, str]:
-    """The sentence with which each attempt ends, before a step."""
+    """Return the error that ends each attempt before a step."""
 
     def fit(make: Callable[[], Any], weights: Any = None) -> Callable[[], Any]:
         data = split.data(WORDS, KINDS, weights, lengths=LENGTHS)
@@ -116,7 +118,7 @@ def _said(action: Callable[[], Any]) -> str:
 
 
 def main(by: dict[str, Split], in_passes: Split) -> dict[str, Any]:
-    """Every case, by name."""
+    """Return every case by name."""
     clipped = lambda: optimizers.Adam(0.01, global_clipnorm=0.1)  # noqa: E731
     return {
         "masked": learned(by["5:2:1"], lambda: tagger(clipped(), metrics=["accuracy"])),

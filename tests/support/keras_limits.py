@@ -1,4 +1,4 @@
-"""Fits of which one part of a step is slow, and what their reports say of it."""
+"""Fits in which one part of a step is slow, and what their reports say about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = np.random.default_rng(0).normal(size=(ROWS * STEPS, 4)).astype("float32")
 
 
 class SlowBetween(keras.callbacks.Callback):
-    """Takes its time after each step."""
+    """Waits after each step."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Wait."""
@@ -31,7 +31,7 @@ class SlowBetween(keras.callbacks.Callback):
 
 
 class SlowValidation(keras.callbacks.Callback):
-    """Takes its time in each batch of a validation."""
+    """Waits in each batch of a validation."""
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Wait."""
@@ -39,7 +39,7 @@ class SlowValidation(keras.callbacks.Callback):
 
 
 class Judged(keras.callbacks.Callback):
-    """Keeps what limits the steps, as the app judges a report, before the report ends."""
+    """Stores what limits the steps, as the app judges a report, before the report ends."""
 
     def on_train_end(self, logs: Any = None) -> None:
         """Judge the last report."""
@@ -60,13 +60,13 @@ class Judged(keras.callbacks.Callback):
 
 
 def slow_rows(rows: Any) -> Any:
-    """The rows, after a while."""
+    """Return the rows after a while."""
     time.sleep(SLOW_SECONDS)
     return rows
 
 
 def train(_rank: int, part: str) -> dict[str, Any]:
-    """What a report says of a training with a slow part."""
+    """Return the report on a training with a slow part."""
     os.environ["EVENER_LIVE_DIR"] = os.path.join(tempfile.mkdtemp(), "live")
     os.environ.pop("EVENER_RUN", None)
     split = Split(make_plan(5, 3))

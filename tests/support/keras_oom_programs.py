@@ -1,7 +1,7 @@
-"""A group of two whose passes run out of memory: what it learns beside one that takes the same
-passes from the start.
+"""A group of two whose passes run out of memory, compared with one that uses the same passes
+throughout.
 
-TensorFlow takes a MemoryError of a function in the graph for its own ResourceExhaustedError.
+TensorFlow converts a MemoryError of a function in the graph to its own ResourceExhaustedError.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ SHARES, MICROS = (12, 6), (6, 3)
 FORWARD, BACKWARD = "forward", "backward"
 
 Model = Any
-# by rank and step: where, and in which pass from the first try on
+# by rank and step: where, and in which pass, counted from the first attempt
 Bombs = dict[tuple[int, int], tuple[str, int]]
 
 
 class Fuse(layers.Layer):
-    """Runs out of memory in some passes of this rank; `bombs` are taken out by step."""
+    """Runs out of memory in some passes of this rank. `bombs` are removed step by step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bombs: dict[int, tuple[str, int]] = {}
         self.step = -1
         self.seen = {FORWARD: 0, BACKWARD: 0}
-        self.rows: list[int] = []  # of the forward passes of this step
-        self.most: int | None = None  # rows that fit
+        self.rows: list[int] = []  # of this step's forward passes
+        self.most: int | None = None  # maximum number of rows that fit
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step, self.seen, self.rows = step, {FORWARD: 0, BACKWARD: 0}, []
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """The rows as they are."""
+        """Return the rows unchanged."""
 
         @tf.custom_gradient
         def through(x: Any) -> Any:
@@ -93,15 +93,16 @@ class Fuse(layers.Layer):
 
 
 def unaudited(*shares: int, micros: tuple[int, ...] | None = None) -> Split:
-    """A split without audits, whose passes would count as those of the step."""
+    """Return a split without audits, whose passes would count as those of the step."""
     split = Split(make_plan(*shares, micros=micros))
     split.audited = False
     return split
 
 
 class Lit(keras.callbacks.Callback):
-    """Tells the fuse which step begins; `limits` are rows of a pass from a step on, where nothing
-    explodes.
+    """Tells the fuse which step begins.
+
+    `limits` are the rows of a pass from a step on, without failures.
     """
 
     def __init__(self, fuse: Fuse, limits: dict[int, int] | None = None) -> None:
@@ -111,28 +112,28 @@ class Lit(keras.callbacks.Callback):
         self.rows: list[list[int]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """The next step."""
+        """Begin the next step."""
         self.step += 1
         self.fuse.begin(self.step)
         if self.step in self.limits:
             self.model.fit.hooks.engine.limit.most = self.limits[self.step]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keep the rows of its passes."""
+        """Store the rows of its passes."""
         self.rows.append(self.fuse.rows)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """What comes after is no step."""
+        """Stop counting: what follows isn't a step."""
         self.fuse.step = -1
 
 
 class OwnLoss(keras.Model):
-    """A compute_loss that counts in a tracker of its own, and adds the layers' losses."""
+    """A compute_loss that counts in its own tracker, and adds the layers' losses."""
 
     def compute_loss(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        """Weighted squares."""
+        """Return weighted squares."""
         squares = keras.ops.mean(keras.ops.square(y - y_pred), axis=-1)
         loss = keras.ops.mean(squares * sample_weight) + keras.ops.sum(self.losses)
         self.tracked.update_state(keras.ops.mean(keras.ops.abs(y)))
@@ -142,7 +143,7 @@ class OwnLoss(keras.Model):
 def network(
     fuse: Fuse, *inner: Any, optimizer: Any = None, base: Any = keras.Model, **compiled: Any
 ) -> Model:
-    """Dense layers around a fuse."""
+    """Return dense layers around a fuse."""
     entry = keras.Input((6,))
     body = layers.Dense(8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(
         entry
@@ -158,7 +159,7 @@ def network(
 
 
 def two_heads(fuse: Fuse) -> Model:
-    """A loss for each of two outputs, and its figures."""
+    """Return a model with a loss for each of two outputs, and metrics."""
     entry = keras.Input((6,))
     body = fuse(layers.Dense(8, activation="tanh")(entry))
     model = keras.Model(
@@ -173,7 +174,9 @@ def two_heads(fuse: Fuse) -> Model:
 def fit(
     model: Model, fuse: Fuse, limits: dict[int, int] | None = None, y: Any = Y, **words: Any
 ) -> Any:
-    """Two epochs in order; the history, and the rows of each step's passes in every try."""
+    """Train two epochs in order. Return the history, and the rows of each step's passes in every
+    attempt.
+    """
     lit = Lit(fuse, limits)
     calls = [lit, *words.pop("callbacks", ())]
     options = {
@@ -192,7 +195,9 @@ def fit(
 def beside_one(
     split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any
 ) -> dict[str, Any]:
-    """Weights and figures beside one device, where passes have no numbers of their own."""
+    """Return weights and metrics compared with one device, if passes have no metrics of
+    their own.
+    """
     rank, fuse = split.required_group.rank, Fuse()
     rows: list[Any] = []
 
@@ -214,8 +219,8 @@ def beside_one(
 def beside_same(
     split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **words: Any
 ) -> dict[str, Any]:
-    """Everything beside a training that takes from the same step on the passes that fit in the
-    end.
+    """Return everything compared with a training that uses the final passes from the
+    same step on.
     """
     rank, fuse = split.required_group.rank, Fuse()
     many = seeded(lambda: split.build(lambda: make(fuse)))
@@ -247,8 +252,8 @@ def beside_same(
 
 
 def everything(fuse: Fuse) -> Model:
-    """A loss of its own that counts, at a scale that moves; rows that depend on draws and on one
-    another; XLA.
+    """Return a model with a counting loss at a dynamic scale, with random and dependent rows, under
+    XLA.
     """
     adamw = optimizers.AdamW(0.01, global_clipnorm=0.1)
     scaled = optimizers.LossScaleOptimizer(adamw, 2.0**17, dynamic_growth_steps=3)
@@ -257,7 +262,7 @@ def everything(fuse: Fuse) -> Model:
 
 
 def sentence(action: Callable[[], Any]) -> str:
-    """What an attempt ends with."""
+    """Return the error that ends an attempt."""
     try:
         action()
     except EvenerError as error:
@@ -269,7 +274,7 @@ class NoRoom(optimizers.SGD):
     """An optimizer that needs more memory than there is."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Nothing is updated."""
+        """Update nothing."""
         with tf.control_dependencies([tf.numpy_function(self._take, [], tf.int32)]):
             super().update_step(gradient, variable, learning_rate)
 
@@ -279,7 +284,7 @@ class NoRoom(optimizers.SGD):
 
 
 def fit_most(split: Split, rows: int, **words: Any) -> tuple[Model, Fuse]:
-    """A model that was fitted where only a few rows fit at once, and its fuse."""
+    """Return a model that was fitted with memory for only a few rows, and its fuse."""
     fuse = Fuse()
     model = seeded(lambda: split.build(lambda: network(fuse, **words)))
     fuse.most = rows
@@ -288,8 +293,8 @@ def fit_most(split: Split, rows: int, **words: Any) -> tuple[Model, Fuse]:
 
 
 def grown(split: Split) -> dict[str, Any]:
-    """The rows of passes of which three fit, where twice the rows are tried again after two steps;
-    then none fits.
+    """Return the rows of passes if three fit, twice the rows are tried after two steps, and then
+    none fits.
     """
     pass_limits.CLEAN_STEPS, before = 2, pass_limits.CLEAN_STEPS
     try:
@@ -303,7 +308,7 @@ def grown(split: Split) -> dict[str, Any]:
 
 
 def towers(_rank: int) -> dict[str, Any]:
-    """What becomes of a training in one process, and whether the next fit trains."""
+    """Return the result of a training in one process, and whether the next fit trains."""
     warnings.simplefilter("ignore")
     make_logical_cpus(2)
     trace_faster()
@@ -321,7 +326,7 @@ def towers(_rank: int) -> dict[str, Any]:
 
 
 def prove(_rank: int, folder: str) -> dict[str, Any]:
-    """Every case, in a process of a group of two."""
+    """Return every case, in a process of a group of two."""
     os.environ |= {"XDG_STATE_HOME": folder, "EVENER_RUN": "20261122-120000-abc1"}
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")

@@ -1,4 +1,4 @@
-"""What becomes of each option of `compile` and `fit` by an engine, beside plain Keras."""
+"""The result of each option of `compile` and `fit` in an engine, compared with plain Keras."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = (X[:ROWS], VALUES[:ROWS])
 
 
 def compiled(loss: Any = "mse", two_outputs: bool = False, **words: Any) -> Made:
-    """A model that is compiled with these words."""
+    """Return a model that is compiled with these options."""
 
     def make() -> Any:
         entry = keras.Input((6,))
@@ -37,7 +37,7 @@ def compiled(loss: Any = "mse", two_outputs: bool = False, **words: Any) -> Made
 
 
 def fitted(loss: Any = "mse", metrics: Any = None, **words: Any) -> Made:
-    """A model that is fitted with these words."""
+    """Return a model that is fitted with these options."""
     make, (x, y, _) = compiled(loss, metrics=metrics)
     return make, (x, y, words)
 
@@ -46,17 +46,17 @@ class StopsEarly(keras.callbacks.Callback):
     """Ends the training after its third batch."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count anew."""
+        """Start counting again."""
         self.seen = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count it."""
+        """Count the batch."""
         self.seen += 1
         self.model.stop_training = self.seen >= 3
 
 
 def options() -> dict[str, Callable[[], Made]]:
-    """Programs by the name of the option that they use."""
+    """Return programs by the name of the option that they use."""
     return {
         "loss_weights": lambda: compiled(
             {"first": "mse", "second": "mae"}, True, loss_weights={"first": 0.3, "second": 2.0}
@@ -97,8 +97,9 @@ def _with_labels(**words: Any) -> Made:
 
 
 def run_options(_rank: int, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What became of each option in each engine: `exact`, `refused` or `differs`, with what was
-    said. Towers are audited.
+    """Return the result of each option in each engine, with its messages.
+
+    It is `exact`, `refused` or `differs`. Towers are audited.
     """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
@@ -120,7 +121,7 @@ def run_options(_rank: int, engines: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 def _judge(answer: dict[str, Any]) -> dict[str, Any]:
-    """What became of an option in one engine."""
+    """Return the result of an option in one engine."""
     gap = answer.get("gap", 0.0)
     exact = answer["verdict"] == "trained" and np.nan_to_num(gap, nan=1.0) <= 1e-9
     verdict = "exact" if exact else answer["verdict"]

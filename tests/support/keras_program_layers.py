@@ -1,5 +1,5 @@
-"""Models of Keras' users with layers that keep states, add losses, look across rows or aren't
-reached by the loss.
+"""Models with layers that keep states, add losses, look across rows or aren't reached by
+the loss.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.support.keras_program_losses import KINDS, ROWS, VALUES, Made, X
 
 
 class Added(layers.Layer):
-    """Adds a loss of its inputs; `kind` says which."""
+    """Adds a loss of its inputs, selected by `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def call(self, x: Any) -> Any:
-        """The inputs as they are."""
+        """Return the inputs unchanged."""
         squares = ops.sum(ops.square(x), axis=-1)
         if self.kind == "mean":
             self.add_loss(0.1 * ops.mean(squares))
@@ -30,7 +30,7 @@ class Added(layers.Layer):
             self.add_loss(0.1 * ops.sum(squares))
         elif self.kind == "rows":
             self.add_loss(0.1 * squares)
-        elif self.kind == "balance":  # of experts: a product of two means
+        elif self.kind == "balance":  # for experts: a product of two means
             share = ops.softmax(x)
             self.add_loss(
                 0.1 * ops.sum(ops.mean(share, 0) * ops.mean(ops.cast(share > 0.3, x.dtype), 0))
@@ -41,14 +41,14 @@ class Added(layers.Layer):
 
 
 class State(layers.Layer):
-    """Assigns a state when it is called; `kind` says what."""
+    """Assigns a state when it is called, selected by `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def build(self, shape: Any) -> None:
-        """The state."""
+        """Create the state."""
         whole = self.kind in ("steps", "rows")
         size = () if whole or self.kind in ("float steps", "slow mean") else (shape[-1],)
         self.state = self.add_weight(
@@ -60,7 +60,7 @@ class State(layers.Layer):
         )
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """The inputs, of which some kinds take the state's part."""
+        """Return the inputs, from which some kinds subtract the state."""
         kind, state = self.kind, self.state
         if not training:
             return x
@@ -90,7 +90,7 @@ class Across(layers.Layer):
     """Looks across the rows of a batch."""
 
     def call(self, x: Any) -> Any:
-        """Less the batch's mean."""
+        """Return the inputs minus the batch's mean."""
         return x - ops.mean(x, 0, keepdims=True)
 
 
@@ -102,7 +102,7 @@ class Counted(layers.Layer):
         self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def call(self, x: Any) -> Any:
-        """The inputs with a little noise, which isn't the same twice."""
+        """Return the inputs with a little noise, which is never the same."""
         self.calls.assign_add(1)
         return x + 0.0 * tf.random.normal(tf.shape(x), dtype=x.dtype)
 
@@ -115,13 +115,13 @@ class Watched(layers.Layer):
         self.seen = keras.metrics.Mean(name="seen")
 
     def call(self, x: Any) -> Any:
-        """The inputs."""
+        """Return the inputs."""
         self.seen.update_state(x)
         return x
 
 
 def between(*extra: Any, optimizer: Any = None, loss: Any = "mse", **words: Any) -> Made:
-    """Dense layers with these between; each is made anew by its function."""
+    """Return dense layers with these layers between. Each is created anew by its function."""
 
     def make() -> Any:
         inner = [each() for each in extra]
@@ -143,14 +143,14 @@ class Pooled(keras.Model):
         self.head, self.unused = layers.Dense(1), layers.Dense(3)
 
     def call(self, x: Any) -> Any:
-        """Two outputs, and one computed for nothing."""
+        """Return two outputs, and compute a third that isn't used."""
         body = self.body(x)
         self.unused(body)
         return {"value": self.head(body), "pooled": self.pooler(body)}
 
 
 def pooled(optimizer: Any) -> Made:
-    """Weights without a gradient, under this optimizer."""
+    """Return weights without a gradient, under this optimizer."""
 
     def make() -> Any:
         model = Pooled()
@@ -161,7 +161,7 @@ def pooled(optimizer: Any) -> Made:
 
 
 def stopped(optimizer: Any) -> Made:
-    """A layer behind stop_gradient, and weights that are decayed where they have a gradient."""
+    """Return a layer behind stop_gradient, and weights that are decayed if they have a gradient."""
 
     def make() -> Any:
         entry = keras.Input((6,))
@@ -174,7 +174,7 @@ def stopped(optimizer: Any) -> Made:
 
 
 def unreachable() -> Made:
-    """No weight has a gradient."""
+    """Return a model in which no weight has a gradient."""
 
     def make() -> Any:
         entry = keras.Input((6,))
@@ -188,7 +188,7 @@ def unreachable() -> Made:
 
 
 def shaped(kind: str) -> Made:
-    """Outputs whose first axis isn't the rows, or whose numbers are complex; rows that are no
+    """Return outputs whose first axis isn't the rows, or that are complex; or rows that aren't
     rows.
     """
 
@@ -216,12 +216,12 @@ def shaped(kind: str) -> Made:
             )
 
         class Own(keras.Model):
-            """Its loss takes the outputs as they are."""
+            """Its loss uses the outputs unchanged."""
 
             def compute_loss(
                 self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
             ) -> Any:
-                """Of all numbers."""
+                """Return a loss of all numbers."""
                 return loss(y, y_pred)
 
         model = Own(entry, ends[kind]())
@@ -232,7 +232,7 @@ def shaped(kind: str) -> Made:
 
 
 def graph() -> Made:
-    """The whole graph is a batch: features and neighbours of its nodes."""
+    """Return a model whose batch is the whole graph: features and neighbours of its nodes."""
 
     def make() -> Any:
         nodes, edges = keras.Input((6,)), keras.Input((None,))
@@ -245,7 +245,7 @@ def graph() -> Made:
 
 
 def layer_programs() -> dict[str, Made]:
-    """Every model by its name."""
+    """Return every model by its name."""
     adamw = lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1)  # noqa: E731
     ftrl = lambda: keras.optimizers.Ftrl(0.05)  # noqa: E731
     clipped = lambda: keras.optimizers.Adam(0.02, global_clipnorm=0.1)  # noqa: E731
@@ -302,5 +302,5 @@ def layer_programs() -> dict[str, Made]:
     }
 
 
-RANDOM_LAYERS = ("Dropout", "Dropout, GaussianNoise, a state")  # which no two devices draw alike
+RANDOM_LAYERS = ("Dropout", "Dropout, GaussianNoise, a state")  # no two devices draw the same
 assert len(KINDS) == ROWS

@@ -1,4 +1,4 @@
-"""Losses as users of Keras write them, each with a small model and the rows that it trains on."""
+"""Losses as users of Keras write them, each with a small model and its training rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KINDS = RANDOM.integers(0, 3, ROWS)
 SORTED = np.sort(KINDS)  # whole batches of one class
 VALUES = np.sin(X[:, :1] * 2)
 WEIGHTS = RANDOM.uniform(0.2, 3.0, ROWS)
-STEPS = 5  # of a sequence
-FLOAT32_LOSSES = ("CTC",)  # which TensorFlow computes so in any case
+STEPS = 5  # number of steps of a sequence
+FLOAT32_LOSSES = ("CTC",)  # TensorFlow always computes these in float32
 LENGTHS = RANDOM.integers(1, STEPS + 1, ROWS)
 WORDS = np.where(np.arange(STEPS) < LENGTHS[:, None], RANDOM.integers(1, 11, (ROWS, STEPS)), 0)
 TAGS = np.where(WORDS > 0, RANDOM.integers(1, 4, WORDS.shape), 0)  # 0 is padding
@@ -29,14 +29,14 @@ PIXELS = np.where(
 )
 IMAGES = RANDOM.normal(size=(ROWS, 4, 4, 2))
 
-Data = tuple[Any, Any, dict[str, Any]]  # x, y, and what else fit is given
+Data = tuple[Any, Any, dict[str, Any]]  # x, y, and the other arguments of fit
 Made = tuple[Callable[[], Any], Data]
 
 
 def dense(
     loss: Any, y: Any, outputs: int = 1, last: str | None = None, base: Any = None, **words: Any
 ) -> Made:
-    """Two dense layers with this loss."""
+    """Return two dense layers with this loss."""
     fitted: dict[str, Any] = {
         name: words.pop(name) for name in ("sample_weight", "class_weight") if name in words
     }
@@ -52,7 +52,7 @@ def dense(
 
 
 def tagger(loss: Any, mask: bool, y: Any = TAGS, rate: float = 0.3, **fitted: Any) -> Made:
-    """Words of unequal length, each with a tag."""
+    """Return rows of words of unequal length, each word with a tag."""
 
     def make() -> Any:
         entry = keras.Input((STEPS,))
@@ -65,7 +65,7 @@ def tagger(loss: Any, mask: bool, y: Any = TAGS, rate: float = 0.3, **fitted: An
 
 
 def segmentation(loss: Any) -> Made:
-    """A class for each pixel; some are none."""
+    """Return a class for each pixel; some pixels have none."""
 
     def make() -> Any:
         entry = keras.Input((4, 4, 2))
@@ -80,7 +80,7 @@ def segmentation(loss: Any) -> Made:
 
 
 def whole_mean(y: Any, outputs: Any) -> Any:
-    """The commonest own loss: one number."""
+    """The most common custom loss: one number."""
     return tf.reduce_mean(tf.square(tf.cast(y, outputs.dtype) - outputs))
 
 
@@ -90,7 +90,7 @@ def rmse(y: Any, outputs: Any) -> Any:
 
 
 def concordance(y: Any, outputs: Any) -> Any:
-    """One less Lin's concordance."""
+    """One minus Lin's concordance."""
     y = tf.cast(y, outputs.dtype)
     mean_y, mean_p = tf.reduce_mean(y), tf.reduce_mean(outputs)
     joint = tf.reduce_mean((y - mean_y) * (outputs - mean_p))
@@ -110,14 +110,14 @@ def info_nce(y: Any, outputs: Any) -> Any:
 
 
 def cox(y: Any, outputs: Any) -> Any:
-    """Of each row among those that live longer."""
+    """For each row, a sum over the rows that live longer."""
     risk = tf.squeeze(outputs, 1)
     alive = tf.cast(tf.cast(y, risk.dtype)[:, None] <= tf.cast(y, risk.dtype)[None, :], risk.dtype)
     return -tf.reduce_mean(risk - tf.math.log(tf.reduce_sum(alive * tf.exp(risk)[None, :], 1)))
 
 
 def triplet(y: Any, outputs: Any) -> Any:
-    """The hardest of a batch."""
+    """The hardest triplets of a batch."""
     apart = tf.reduce_sum(tf.square(outputs[:, None] - outputs[None, :]), -1)
     same = tf.cast(tf.equal(tf.reshape(y, [-1, 1]), tf.reshape(y, [1, -1])), apart.dtype)
     hardest = tf.reduce_max(apart * same, 1) - tf.reduce_min(apart + 1e3 * same, 1) + 1.0
@@ -132,7 +132,7 @@ def masked_words(y: Any, outputs: Any) -> Any:
 
 
 def weighted_classes(y: Any, outputs: Any) -> Any:
-    """As PyTorch does it: divided by the weights of the batch's classes."""
+    """As in PyTorch: divided by the weights of the batch's classes."""
     weights = tf.gather(
         tf.constant([1.0, 5.0, 0.2], outputs.dtype), tf.cast(tf.reshape(y, [-1]), tf.int32)
     )
@@ -146,7 +146,7 @@ def rows_of_steps(y: Any, outputs: Any) -> Any:
 
 
 def soft_dice(y: Any, outputs: Any) -> Any:
-    """Over the whole batch."""
+    """The Dice loss over the whole batch."""
     hot = tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 3, dtype=outputs.dtype)
     return 1 - (2 * tf.reduce_sum(hot * outputs) + 1) / (
         tf.reduce_sum(hot) + tf.reduce_sum(outputs) + 1
@@ -154,10 +154,10 @@ def soft_dice(y: Any, outputs: Any) -> Any:
 
 
 class OwnReduction(losses.Loss):
-    """A Loss with a call of its own."""
+    """A Loss with its own `__call__`."""
 
     def __call__(self, y: Any, outputs: Any, sample_weight: Any = None) -> Any:
-        """A mean over rows."""
+        """Return a mean over rows."""
         return tf.reduce_mean(tf.abs(tf.cast(y, outputs.dtype) - outputs))
 
 
@@ -167,7 +167,7 @@ class OwnComputeLoss(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
-        """Means over rows."""
+        """Return means over rows."""
         return (
             tf.reduce_mean(tf.square(y - y_pred))
             + 0.1 * tf.reduce_mean(tf.abs(y_pred))
@@ -176,17 +176,17 @@ class OwnComputeLoss(keras.Model):
 
 
 class SumComputeLoss(keras.Model):
-    """An ELBO of a sum over rows."""
+    """An ELBO that is a sum over rows."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
-        """A sum."""
+        """Return a sum."""
         return tf.reduce_sum(tf.square(y - y_pred))
 
 
 def two_heads(mask: bool, second: Any) -> Made:
-    """Tags, and a number for each row; `second` may be None: a head that no loss reaches."""
+    """Return tags, and a number for each row. Without `second`, no loss reaches that head."""
 
     def make() -> Any:
         entry = keras.Input((STEPS,))
@@ -215,7 +215,7 @@ def ctc() -> Made:
 
 
 def loss_programs() -> dict[str, Made]:
-    """Every loss by its name."""
+    """Return every loss by its name."""
     kinds = "sparse_categorical_crossentropy"
     soft: dict[str, Any] = {"outputs": 3, "last": "softmax"}
     crossed = losses.SparseCategoricalCrossentropy
@@ -288,7 +288,7 @@ def loss_programs() -> dict[str, Made]:
 
 
 def full_first() -> Made:
-    """The first batch has no padding, the others do."""
+    """Return rows whose first batch has no padding; the others do."""
     make, (words, tags, _) = tagger("sparse_categorical_crossentropy", True)
     words, tags = words.copy(), tags.copy()
     words[:8] = np.maximum(words[:8], 1)

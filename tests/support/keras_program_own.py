@@ -1,5 +1,7 @@
-"""Models of Keras' users with things of their own that Keras doesn't know: tables, counters, states
-of a loss, metrics that read attributes or belong to a loss, graphs whose rows are joined.
+"""Models with custom parts that Keras doesn't know.
+
+They have tables, counters, states of a loss, metrics that read attributes or belong to a loss, and
+graphs whose rows are joined.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ class Table(layers.Layer):
         self.take = take
 
     def build(self, shape: Any) -> None:
-        """The table."""
+        """Create the table."""
         self.table = self.add_weight(shape=(5, 4), initializer="random_normal", name="table")
 
     def call(self, x: Any) -> Any:
-        """The mean of the rows that x names."""
+        """Return the mean of the rows that x names."""
         return ops.mean(self.take(self.table, x, axis=0), axis=1)
 
 
 def table(take: Callable[..., Any], optimizer: Callable[..., Any]) -> Made:
-    """A table in front of a dense layer."""
+    """Return a table before a dense layer."""
 
     def make() -> Any:
         entry = keras.Input((3,), dtype="int32")
@@ -46,7 +48,7 @@ def table(take: Callable[..., Any], optimizer: Callable[..., Any]) -> Made:
 
 
 class Ramp(layers.Layer):
-    """Warms up by the calls that it counts in TensorFlow's own variable; or only counts rows."""
+    """Warms up by the calls that it counts in TensorFlow's own variable, or only counts rows."""
 
     def __init__(self, by_rows: bool) -> None:
         super().__init__()
@@ -54,14 +56,14 @@ class Ramp(layers.Layer):
         self.seen = tf.Variable(0.0, dtype="float64", trainable=False)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """The inputs, smaller at first."""
+        """Return the inputs, smaller at first."""
         if training:
             self.seen.assign_add(tf.cast(tf.shape(x)[0] if self.by_rows else 1, self.seen.dtype))
         return x if self.by_rows else x * ops.minimum(1.0, ops.cast(self.seen, x.dtype) / 12.0)
 
 
 def ramp(by_rows: bool) -> Made:
-    """Such a layer between two dense ones."""
+    """Return such a layer between two dense ones."""
 
     def make() -> Any:
         middle = [layers.Dense(4), Ramp(by_rows), layers.Dense(1)]
@@ -73,25 +75,25 @@ def ramp(by_rows: bool) -> Made:
 
 
 class OwnMetric(keras.Model):
-    """compute_metrics reads what call has left in an attribute."""
+    """compute_metrics reads what call has stored in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.out = layers.Dense(4, activation="tanh"), layers.Dense(1)
 
     def call(self, x: Any) -> Any:
-        """The outputs."""
+        """Return the outputs."""
         self.hidden = self.inner(x)
         return self.out(self.hidden)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """The mean of the attribute beside what is compiled."""
+        """Return the mean of the attribute with the compiled metrics."""
         found = super().compute_metrics(x, y, y_pred, sample_weight)
         return {**found, "hidden": ops.mean(self.hidden)}
 
 
 class OwnTracker(keras.Model):
-    """compute_loss calls the model, and counts a figure in a metric, by its rows or not."""
+    """compute_loss calls the model, and counts a value in a metric, by its rows or not."""
 
     def __init__(self, weighed: bool) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class OwnTracker(keras.Model):
         self.errors = keras.metrics.Mean(name="errors")
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """The outputs."""
+        """Return the outputs."""
         return self.out(x)
 
     def compute_loss(
@@ -111,15 +113,16 @@ class OwnTracker(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """A mean error of outputs that are computed again."""
+        """Return a mean error of outputs that are computed again."""
         loss = ops.mean(ops.square(ops.reshape(y, (-1, 1)) - self(x, training=training)))
         self.errors.update_state(loss, sample_weight=ops.shape(x)[0] if self.weighed else None)
         return loss
 
 
 class OwnStep(keras.Model):
-    """A train_step around Keras' own: it scales the rows of the batch, adds to what is logged, and
-    follows a weight.
+    """A train_step around Keras' own.
+
+    It scales the rows of the batch, adds to the logs, and follows a weight.
     """
 
     def __init__(self) -> None:
@@ -128,11 +131,11 @@ class OwnStep(keras.Model):
         self.slow = self.add_weight(shape=(6, 1), initializer="zeros", trainable=False)
 
     def call(self, x: Any) -> Any:
-        """The outputs."""
+        """Return the outputs."""
         return self.out(x)
 
     def train_step(self, data: Any) -> Any:
-        """Keras' step of scaled rows, and a figure of theirs."""
+        """Run Keras' step on scaled rows, and return a metric of theirs."""
         x, y = data
         scaled = x / ops.std(x)
         logs = super().train_step((scaled, y))
@@ -141,10 +144,10 @@ class OwnStep(keras.Model):
 
 
 class OwnGradients(OwnStep):
-    """A train_step with gradients of its own, which no split may replace."""
+    """A train_step with its own gradients, which no split may replace."""
 
     def train_step(self, data: Any) -> Any:
-        """A step by the signs of the gradients."""
+        """Run a step by the signs of the gradients."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x=x, y=y, y_pred=self(x))
@@ -155,34 +158,36 @@ class OwnGradients(OwnStep):
 
 
 class OwnPrior(keras.losses.Loss):
-    """Keeps a mean of the labels so far, by which it divides."""
+    """Keeps a running mean of the labels, by which it divides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean = keras.Variable(1.0, trainable=False, dtype="float64")
 
     def call(self, y: Any, outputs: Any) -> Any:
-        """Each row's error."""
+        """Return each row's error."""
         self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(ops.abs(y)))
         return ops.square(y - outputs[:, 0]) / self.mean
 
 
 class Graph(keras.Model):
-    """One layer over the rows that a matrix joins; its weights are made by its first batch."""
+    """One layer over the rows that a matrix joins. Its weights are created by its first batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = layers.Dense(1)
 
     def call(self, x: Any) -> Any:
-        """Each row's mean of what it is joined with."""
+        """Return for each row the mean of its neighbours."""
         rows, joined = x
         return ops.matmul(joined, self.out(rows))
 
 
 def scaled_back() -> Made:
-    """Outputs are scaled by their row's own figure. Of three rows with three outputs, Keras takes
-    that figure for a bias, but only where it knows that there are three.
+    """Return a model whose outputs are scaled by a value of each row.
+
+    With three rows of three outputs, Keras takes that value for a bias, but only if it knows that
+    there are three.
     """
 
     def make() -> Any:
@@ -197,7 +202,7 @@ def scaled_back() -> Made:
 
 
 def saturated() -> Made:
-    """Probabilities so near to 0 and 1 that only their logits have a gradient."""
+    """Return probabilities so close to 0 and 1 that only their logits have a gradient."""
 
     def make() -> Any:
         entry = keras.Input((6,))
@@ -210,15 +215,16 @@ def saturated() -> Made:
 
 
 def tilted(y: Any, outputs: Any) -> Any:
-    """A loss that grows another way once the mean error of the batch is small."""
+    """A loss that grows differently once the mean error of the batch is small."""
     errors = tf.square(y - outputs)
     mean = tf.reduce_mean(errors)
     return tf.cond(mean > 0.5, lambda: mean, lambda: tf.reduce_mean(tf.exp(errors)))
 
 
 def pictures() -> Made:
-    """A class for each of 8 by 8 points, and one weight a row, which Keras takes for the columns'
-    where a batch happens to have as many rows.
+    """Return a class for each of 8 by 8 points, and one weight per row.
+
+    Keras takes the weights for those of the columns if a batch happens to have as many rows.
     """
 
     def make() -> Any:
@@ -234,7 +240,7 @@ def pictures() -> Made:
 
 
 def subclass(make_model: Callable[[], Any], x: Any = X, loss: Any = "mse") -> Made:
-    """A model that waits for its first batch."""
+    """Return a model that is built by its first batch."""
 
     def make() -> Any:
         model = make_model()
@@ -245,7 +251,7 @@ def subclass(make_model: Callable[[], Any], x: Any = X, loss: Any = "mse") -> Ma
 
 
 def own_programs() -> dict[str, Made]:
-    """Every model by its name."""
+    """Return every model by its name."""
     adam, sgd = keras.optimizers.Adam, keras.optimizers.SGD
     rows = len(X)
     joined = np.eye(rows)[:, :8] + 0.1

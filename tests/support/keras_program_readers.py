@@ -1,6 +1,7 @@
-"""Models of Keras' users whose loss reads more than outputs: tensors that a call has left in
-attributes, weights, and the model itself, which it calls again; and losses of layers that are 0 at
-first.
+"""Models whose loss reads more than outputs.
+
+It reads tensors that a call has stored in attributes, weights, and the model itself, which it calls
+again. Losses of layers that are 0 at first are here too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.support.keras_program_losses import VALUES, Made, X
 
 
 class Keeps(layers.Layer):
-    """Keeps what it computes in an attribute, a list, a dict and a plain object of its own."""
+    """Stores what it computes in an attribute, a list, a dict and a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class Keeps(layers.Layer):
         self.seen = SimpleNamespace(outer=None)
 
     def call(self, x: Any) -> Any:
-        """The inner layer's outputs."""
+        """Return the inner layer's outputs."""
         kept = self.inner(x)
         self.maps.clear()
         self.maps.append(ops.square(kept))
@@ -48,7 +49,7 @@ class Reader(keras.Model):
         self.log_scale = self.add_weight(shape=(), initializer="zeros", name="log_scale")
 
     def call(self, x: Any) -> Any:
-        """The outputs, of which it leaves some figures in attributes."""
+        """Return the outputs, and store some values in attributes."""
         self.hidden_rows = self.hidden(x)
         self.mean = ops.mean(self.hidden_rows, axis=0)
         self.total = ops.sum(ops.square(self.hidden_rows))
@@ -62,21 +63,21 @@ class Reader(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """The squared error, and what is read."""
+        """Return the squared error, and what is read."""
         return ops.mean(ops.square(y - y_pred)) + self.read(self, x, y, y_pred)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """The mean error."""
+        """Return the mean error."""
         return {"error": ops.mean(ops.abs(y - y_pred)), "loss": self._loss_tracker.result()}
 
 
 def rows(model: Any, *_: Any) -> Any:
-    """A KL term of a latent in an attribute."""
+    """Return a KL term of a latent in an attribute."""
     return 0.3 * ops.mean(ops.sum(ops.square(model.hidden_rows), axis=1))
 
 
 def containers(model: Any, *_: Any) -> Any:
-    """A figure of a list, a dict and an object of a layer inside."""
+    """Return a value from a list, a dict and an object of an inner layer."""
     hidden = model.hidden
     kept, signs = hidden.by_name["pair"]
     figures = (
@@ -86,28 +87,28 @@ def containers(model: Any, *_: Any) -> Any:
 
 
 def figures(model: Any, *_: Any) -> Any:
-    """Means and sums over rows, as they are left."""
+    """Return means and sums over rows, as they are stored."""
     return ops.sum(model.mean) + 0.01 * model.total
 
 
 def kernels(model: Any, *_: Any) -> Any:
-    """A penalty of a kernel, and an uncertainty that is learned."""
+    """Return a penalty on a kernel, and a learned uncertainty."""
     return 0.1 * ops.sum(ops.square(model.hidden.inner.kernel)) + ops.exp(model.log_scale)
 
 
 def tied(model: Any, x: Any, *_: Any) -> Any:
-    """A decoder with the encoder's kernel."""
+    """Return a decoder with the encoder's kernel."""
     inner = model.hidden.inner
     return 0.1 * ops.mean(ops.square(inner(x) @ ops.transpose(inner.kernel) - x))
 
 
 def again(model: Any, x: Any, _y: Any, outputs: Any) -> Any:
-    """A second view of the same rows."""
+    """Return a second view of the same rows."""
     return ops.mean(ops.square(model(x + 0.1, training=True) - outputs))
 
 
 def penalty(model: Any, x: Any, *_: Any) -> Any:
-    """The slope of the outputs by the inputs."""
+    """Return the gradient of the outputs with respect to the inputs."""
     with tf.GradientTape() as tape:
         tape.watch(x)
         outputs = model(x, training=True)
@@ -115,7 +116,7 @@ def penalty(model: Any, x: Any, *_: Any) -> Any:
 
 
 def reader(read: Callable[..., Any]) -> Made:
-    """A model with such a loss."""
+    """Return a model with such a loss."""
 
     def make() -> Any:
         model = Reader(read)
@@ -127,7 +128,9 @@ def reader(read: Callable[..., Any]) -> Made:
 
 
 class Annealed(layers.Layer):
-    """Adds a sum over rows whose factor is 0 at first, or over rows that the first batch lacks."""
+    """Adds a sum over rows whose factor is 0 at first, or a sum over rows that the first batch
+    lacks.
+    """
 
     def __init__(self, by_rows: bool) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class Annealed(layers.Layer):
         self.factor = self.add_weight(shape=(), initializer="zeros", trainable=False)
 
     def call(self, x: Any) -> Any:
-        """The inputs as they are."""
+        """Return the inputs unchanged."""
         squares = ops.sum(ops.square(x), axis=1, keepdims=True)
         factor = ops.cast(x[:, :1] > 1.5, x.dtype) if self.by_rows else self.factor
         self.add_loss(0.1 * ops.sum(factor * squares))
@@ -143,15 +146,15 @@ class Annealed(layers.Layer):
 
 
 class Raise(keras.callbacks.Callback):
-    """Gives the layer's factor a value in the second epoch."""
+    """Sets the layer's factor in the second epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """The epochs so far."""
+        """Set the factor to the number of earlier epochs."""
         self.model.layers[2].factor.assign(float(epoch))
 
 
 def annealed(by_rows: bool) -> Made:
-    """Such a layer in front."""
+    """Return a model that begins with such a layer."""
 
     def make() -> Any:
         entry = keras.Input((X.shape[1],))
@@ -166,7 +169,7 @@ def annealed(by_rows: bool) -> Made:
 
 
 def reader_programs() -> dict[str, Made]:
-    """Every model by its name."""
+    """Return every model by its name."""
     attributes = {"rows": rows, "containers": containers, "means and sums": figures}
     weights = {"kernel": kernels, "tied decoder": tied}
     return {

@@ -1,7 +1,6 @@
-"""Trains programs of Keras' users by plain Keras and by shares of 6 : 2, and says what became of
-each.
+"""Trains users' programs with plain Keras and with shares of 6 : 2, and returns the result of each.
 
-`exact` has the largest difference of weights and figures, in float64; `refused` what was said
+`exact` has the largest difference of weights and metrics, in float64; `refused` has the message
 before the first step.
 """
 
@@ -41,11 +40,11 @@ from tests.support.keras_proofs import make_plan
 from tests.support.keras_twice import difference, seeded, trace_faster
 
 BATCH = 8
-TAILS = {"one row": 17, "whole batches": 16, "three rows": 19}  # rows that are trained on
+TAILS = {"one row": 17, "whole batches": 16, "three rows": 19}  # number of training rows
 
 
 def programs() -> dict[str, Made]:
-    """All of them by name."""
+    """Return all programs by name."""
     return {**loss_programs(), **layer_programs(), **reader_programs(), **own_programs()}
 
 
@@ -56,7 +55,7 @@ def run_all(
     validated: Sequence[str] | None = None,
     unaudited: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What became of each engine's programs, in one process of one or several.
+    """Return the results of each engine's programs, in one process of one or several.
 
     The programs in `validated`, or all, are validated. Those of an engine in `unaudited` are
     trained without audits.
@@ -82,12 +81,12 @@ def run_all(
 
 
 def name_all(_rank: int) -> list[str]:
-    """Every program."""
+    """Return the names of all programs."""
     return list(programs())
 
 
 class Program:
-    """A program with its data, and what plain Keras learns by it."""
+    """A program with its data, and the result of plain Keras."""
 
     def __init__(self, name: str, made: Made, rows: int, validated: bool) -> None:
         make, (x, y, words) = made
@@ -103,14 +102,14 @@ class Program:
         self._plain: Any = None
 
     def train(self, make: Any) -> Any:
-        """Figures and weights of a model that was made and trained."""
+        """Return the metrics and weights of a model that was made and trained."""
         model = seeded(make)
         if model.built:
-            model.optimizer.build(model.trainable_variables)  # or fit traces it twice
+            model.optimizer.build(model.trainable_variables)  # otherwise fit traces it twice
         return model.fit(**self._fitted).history, model.get_weights()
 
     def run(self, split: Split) -> dict[str, Any]:
-        """`verdict` with `gap`, or with the words that were said."""
+        """Return the `verdict` with `gap`, or with the message."""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             try:
@@ -131,7 +130,7 @@ class Program:
         }
 
     def _explain(self, error: Exception) -> dict[str, Any]:
-        """A crash, unless plain Keras ends with the same error."""
+        """Return a crash, unless plain Keras ends with the same error."""
         try:
             self.train(self.make)
         except type(error):
@@ -144,15 +143,14 @@ class Program:
 def run_towers(
     rank: int, engines: dict[str, list[str]], tail: str, unaudited: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """What became of programs in one process, and `beside` what the check does beside its
-    verdict.
-    """
+    """Return the results of programs in one process, and in `beside` the check's other effects."""
     return {**run_all(rank, engines, tail, (), unaudited), "beside": check_beside()}
 
 
 def check_beside() -> dict[str, Any]:
-    """What the check leaves behind, what it says of common float32 layers, and of a loop of the
-    user's own.
+    """Return what the check leaves behind, and its messages.
+
+    The messages are about common float32 layers, and about a user's own loop.
     """
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
@@ -183,8 +181,9 @@ def check_beside() -> dict[str, Any]:
 
 
 def _draw(action: Any) -> list[Any]:
-    """Weights, states and the next random numbers of a model with all of them, after an action on
-    it.
+    """Return the weights, states and next random numbers of a model after an action on it.
+
+    The model has all kinds of them.
     """
     keras.utils.set_random_seed(3)
     model = between(Counted, lambda: State("sums"), lambda: layers.Dropout(0.5), Watched)[0]()
@@ -209,7 +208,7 @@ def _measure(model: Any) -> None:
 
 
 def _measure_loss(model: Any, data: Any) -> Any:
-    """How losses and states of parts add up, where each part has a loss."""
+    """Return how losses and states of parts add up, if each part has a loss."""
     model.optimizer.build(model.trainable_variables)
     with kept_attributes(model):
         spec = tf.nest.map_structure(open_rows, data)

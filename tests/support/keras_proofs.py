@@ -1,8 +1,8 @@
-"""Trains small models on one device and over several, and finds how far they are apart.
+"""Trains small models on one device and on several, and finds their differences.
 
 Engine `towers` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG
-set. Everything is float64. Each process also does what keras_users.py has for its engine. Run as a
-script on GPUs, with "towers on gpus" or multiworker, it prints what it finds as JSON.
+set. Everything is float64. Each process also runs the cases of keras_users.py for its engine. Run
+as a script on GPUs, with "towers on gpus" or multiworker, it prints its results as JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ONE_OVER = 3 * BATCH + 1  # the last batch is a single row
 X = RANDOM.normal(size=(ROWS, 8, 8, 1))
 Y = RANDOM.integers(0, 5, ROWS)
 WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
-CLASSES = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}  # what each class weighs
+CLASSES = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}  # weight of each class
 WORDS = np.where(
     np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0
 )
@@ -58,11 +58,11 @@ WORDS = np.where(
 Make = Callable[[], Any]
 REWRITTEN = (
     "clipped accumulation, adamw, L2, activity, weighted mean, three steps per execution 5:0:1",
-)  # by towers, with graphs that TensorFlow rewrites
+)  # with towers, whose graphs TensorFlow rewrites
 
 
 def make_plan(*batches: int, micros: tuple[int, ...] | None = None) -> Plan:
-    """A plan for CPU slices of these shares, in passes of up to `micros` rows."""
+    """Return a plan for CPU slices with these shares, in passes of up to `micros` rows."""
     names = [Share(f"cpu-{i}-of-{len(batches)}", i, "a slice", 0, 0.0) for i in range(len(batches))]
     layout = make_layout(
         "split" if sum(map(bool, batches)) > 1 else "solo", tuple(names), batches, micros=micros
@@ -79,8 +79,9 @@ def network(
     base: Any = keras.Sequential,
     **compiled: Any,
 ) -> Any:
-    """Two dense layers, behind a convolution and pooling for `pictures`; `extra` goes before the
-    dense ones.
+    """Return two dense layers, after a convolution and pooling for `pictures`.
+
+    `extra` layers precede the dense ones.
     """
     set_seed()
     regularizer = compiled.pop("regularizer", None)
@@ -106,8 +107,9 @@ def network(
 
 
 def masked_network(optimizer: Any = None) -> Any:
-    """Padded words whose mask reaches the loss; the embedding's gradient is sparse, with rows that
-    repeat.
+    """Return a model for padded words whose mask reaches the loss.
+
+    The embedding's gradient is sparse, with repeated rows.
     """
     set_seed()
     model = keras.Sequential(
@@ -118,8 +120,8 @@ def masked_network(optimizer: Any = None) -> Any:
 
 
 def embedding_network() -> Any:
-    """Words of which many come more than once in a batch: a sparse gradient with rows that
-    repeat.
+    """Return a model for words that often repeat in a batch: a sparse gradient with
+    repeated rows.
     """
     set_seed()
     model = keras.Sequential(
@@ -130,7 +132,7 @@ def embedding_network() -> Any:
 
 
 def two_headed_network() -> Any:
-    """Named outputs, a loss and weight for each, and its own metrics."""
+    """Return a model with named outputs, a loss and weight for each, and its own metrics."""
     set_seed()
     image = keras.Input((8, 8, 1), name="image")
     flat = layers.Flatten()(image)
@@ -156,11 +158,10 @@ def compare(
     then: Callable[[Any], Any] = lambda _: [],
     **fitted: Any,
 ) -> dict[str, Any]:
-    """Fit the same data twice, by Keras alone on one device and by the split; `then` gives figures
-    of each model.
+    """Fit the same data twice, by Keras alone on one device and by the split.
 
-    Keras alone has batches of a dataset, which take it less time to prepare than arrays, unless it
-    weighs classes.
+    `then` returns values of each model. Keras alone has batches of a dataset, which are quicker to
+    prepare than arrays, unless it weighs classes.
     """
     options = {"epochs": 2, "verbose": 0}
     arrays = {"batch_size": BATCH, "shuffle": False, **fitted, **options}
@@ -185,14 +186,14 @@ def compare(
 
 
 def batches(*rows: Any) -> Any:
-    """(x, y, weight) as a dataset of batches, without what is None."""
+    """Return (x, y, weight) as a dataset of batches, without the parts that are None."""
     return tf.data.Dataset.from_tensor_slices(
         tuple(each for each in rows if each is not None)
     ).batch(BATCH)
 
 
 def splits(engine: str) -> dict[str, Split]:
-    """3:1, 5:2:1, and 5:0:1 from a plan that leaves the middle device out."""
+    """Return 3:1, 5:2:1, and 5:0:1 from a plan that leaves the middle device out."""
     cpus = ["CPU:0", "CPU:1", "CPU:2"]
     return {
         "3:1": Split(devices=cpus[:2], ratios=[3, 1], global_batch=BATCH, engine=engine),
@@ -202,7 +203,7 @@ def splits(engine: str) -> dict[str, Split]:
 
 
 def rules() -> dict[str, Make]:
-    """Optimizers that every engine has to follow exactly."""
+    """Return optimizers that every engine has to follow exactly."""
     return {
         "sgd": lambda: network(optimizers.SGD(0.1), pictures=True),
         "momentum": lambda: network(optimizers.SGD(0.05, momentum=0.9), pictures=True),
@@ -211,7 +212,7 @@ def rules() -> dict[str, Make]:
 
 
 def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]]]:
-    """What towers learn, with what only a loss on the whole batch gets right."""
+    """Return what towers learn, with cases that only a loss on the whole batch gets right."""
     weighted = losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     three = by["5:2:1"]
     pair = {"kind": Y, "size": X.mean((1, 2))}
@@ -231,7 +232,7 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
 
 
 def in_passes() -> dict[str, Any]:
-    """What towers learn in passes, and what they refuse and say."""
+    """Return what towers learn in passes, and their refusals and messages."""
     plans = {
         "2:5": make_plan(14, 10, 0, micros=(7, 2, 0)),
         "5": make_plan(24, 0, 0, micros=(5, 0, 0)),
@@ -271,7 +272,9 @@ def in_passes() -> dict[str, Any]:
 
 
 def batch_normalization(split: Split) -> dict[str, float]:
-    """Moving averages of one step beside a hundredth of those of all rows, whatever the shares."""
+    """Return the difference of the moving averages of one step from a hundredth of those of all
+    rows.
+    """
     model = split.build(lambda: network(optimizers.SGD(0.0), extra=[layers.BatchNormalization()]))
     traces, rows = count_traces(model), X[:BATCH]
     model.fit(rows, Y[:BATCH], batch_size=BATCH, verbose=0)
@@ -287,7 +290,7 @@ def batch_normalization(split: Split) -> dict[str, float]:
 
 
 def dropout(split: Split) -> dict[str, float]:
-    """Two towers with the same rows draw different masks, and the next step others again."""
+    """Two towers with the same rows draw different masks, and the next step draws others again."""
     make = lambda: network(optimizers.SGD(0.0), extra=[layers.Dropout(0.5)])  # noqa: E731
     model = split.build(make)
     seeds = [variable for variable in model.non_trainable_variables if "seed" in variable.path]
@@ -302,7 +305,9 @@ def dropout(split: Split) -> dict[str, float]:
 
 
 def saved(model: Any, folder: str) -> dict[str, float]:
-    """A model trained by a split is saved under its own class and predicts the same when loaded."""
+    """A model trained by a split is saved under its own class, and predicts the same
+    when loaded.
+    """
     path = os.path.join(folder, "model.keras")
     model.save(path)
     again = keras.models.load_model(path)
@@ -311,7 +316,7 @@ def saved(model: Any, folder: str) -> dict[str, float]:
 
 
 def placed(split: Split) -> dict[str, list[str]]:
-    """The devices on which the traced step has each kind of heavy operation."""
+    """Return the devices on which the traced step has each kind of heavy operation."""
     model = split.build(rules()["sgd"])
     batch = (tf.TensorSpec([None, 8, 8, 1], tf.float64), tf.TensorSpec([None], tf.int64))
     traced = tf.function(model.train_step, autograph=False).get_concrete_function(batch)
@@ -323,7 +328,7 @@ def placed(split: Split) -> dict[str, list[str]]:
 
 
 def half_network() -> Any:
-    """One layer that computes in half precision, and one that doesn't."""
+    """Return one layer that computes in half precision, and one that doesn't."""
     set_seed()
     last = layers.Dense(5, activation="softmax", dtype="float32")
     model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), Scaled(), last])
@@ -332,8 +337,9 @@ def half_network() -> Any:
 
 
 def half(split: Split) -> dict[str, float]:
-    """mixed_float16: near one device; an overflow on the second device alone skips the step and
-    halves the scale.
+    """Return the results of mixed_float16: close to one device.
+
+    An overflow on only the second device skips the step and halves the scale.
     """
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -355,7 +361,10 @@ def half(split: Split) -> dict[str, float]:
 
 
 def from_dataset(split: Split) -> dict[str, Any]:
-    """The user's own tf.data pipeline, of batches of any size; the last is a single row."""
+    """Return results with the user's own tf.data pipeline, with batches of any size.
+
+    The last batch is a single row.
+    """
     words, aims = WORDS[: 4 * 17 + 1], np.cos(WORDS[: 4 * 17 + 1])[..., None]
     data = tf.data.Dataset.from_tensor_slices((words, aims)).batch(17)
     make = lambda: with_variables(masked_network(), words, aims)  # noqa: E731
@@ -363,18 +372,18 @@ def from_dataset(split: Split) -> dict[str, Any]:
 
 
 def own_reports() -> list[Any]:
-    """What this process tells the monitor."""
+    """Return what this process reports to the monitor."""
     return [training for training in read_trainings() if training.pid == os.getpid()]
 
 
 def reported(split: Split, folder: str) -> dict[str, Any]:
-    """What the monitor reads of a training that reports itself, while it trains and when it has
-    ended.
+    """Return what the monitor reads of a training that reports itself, during it and
+    after its end.
     """
     seen: list[Any] = []
 
     class Watch(keras.callbacks.Callback):
-        """Slow enough to be seen twice."""
+        """Slow enough to be read twice."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             time.sleep(0.35)
@@ -393,8 +402,9 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
 
 
 def ratios_form(folder: str) -> dict[str, Any]:
-    """gpus and ratios cut as `multi_gpu_model` did: floors, and the rest to the last. Classes have
-    weights.
+    """Return the results of gpus and ratios divided as in `multi_gpu_model`.
+
+    It rounds down and gives the rest to the last. Classes have weights.
     """
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[768, 560])
     files: dict[str, Any] = {}
@@ -410,7 +420,7 @@ def ratios_form(folder: str) -> dict[str, Any]:
 
 
 def said(action: Callable[[], Any]) -> str:
-    """What an attempt ends with: "" if it works, else the error's class and words."""
+    """Return the class and message of the error that ends an attempt, or "" if it succeeds."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -421,20 +431,20 @@ def said(action: Callable[[], Any]) -> str:
 
 
 def fit_once(split: Split, make: Make, **fitted: Any) -> Callable[[], Any]:
-    """An attempt to train a model by a split."""
+    """Return an attempt to train a model by a split."""
     return lambda: split.build(make).fit(X[:BATCH], Y[:BATCH], verbose=0, **fitted)
 
 
 class OwnStep(keras.Sequential):
-    """A model with a train step of its own."""
+    """A model with its own train step."""
 
     def train_step(self, data: Any) -> Any:
-        """No step that a split could take."""
+        """Run a step that no split could run."""
         return {"loss": self.compute_loss(y=data[1], y_pred=self(data[0]))}
 
 
 def own_step() -> Any:
-    """A compiled model with its own train step."""
+    """Return a compiled model with its own train step."""
     model = OwnStep(
         [keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")]
     )
@@ -443,24 +453,24 @@ def own_step() -> Any:
 
 
 def dense() -> Any:
-    """A compiled model of one layer, where it doesn't matter what is trained."""
+    """Return a compiled model of one layer, if the training doesn't matter."""
     model = uncompiled()
     model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True))
     return with_variables(model, X, Y)
 
 
 def uncompiled() -> Any:
-    """A model without a loss."""
+    """Return a model without a loss."""
     return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5)])
 
 
 class OwnLoss(keras.Sequential):
-    """A model with a compute_loss of its own."""
+    """A model with its own compute_loss."""
 
     def compute_loss(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        """What is compiled, and the outputs' squares."""
+        """Return the compiled loss and the outputs' squares."""
         own = super().compute_loss(x, y, y_pred, sample_weight, training)
         return own + keras.ops.mean(y_pred**2)
 
@@ -471,7 +481,7 @@ def root(y: Any, outputs: Any) -> Any:
 
 
 def stateful() -> Any:
-    """A recurrent layer whose rows go on in the next batch."""
+    """Return a recurrent layer whose rows continue in the next batch."""
     model = keras.Sequential(
         [keras.Input(batch_shape=(BATCH, 8, 8)), layers.SimpleRNN(5, stateful=True)]
     )
@@ -487,7 +497,7 @@ TRIED = {
 
 
 def refusals(split: Split) -> dict[str, str]:
-    """What each attempt is answered with; those that an engine trains are proved elsewhere."""
+    """Return the response to each attempt. Other tests cover attempts that an engine trains."""
     sgd = optimizers.SGD
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     normal = layers.BatchNormalization
@@ -509,8 +519,8 @@ def refusals(split: Split) -> dict[str, str]:
 
 
 def warned(split: Split) -> dict[str, Any]:
-    """What is said before the first step of models that run with a difference, and whether XLA
-    stays on.
+    """Return the messages before the first step of models with a difference, and whether XLA stays
+    on.
     """
     compiled = split.build(lambda: network(optimizers.SGD(), jit_compile=True))
     compiled.make_train_function()
@@ -526,7 +536,7 @@ def warned(split: Split) -> dict[str, Any]:
 
 
 def said_before(split: Split, make: Make) -> list[str]:
-    """What is said before the first step of a model."""
+    """Return the messages before the first step of a model."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         split.build(make).make_train_function()
@@ -534,7 +544,9 @@ def said_before(split: Split, make: Make) -> list[str]:
 
 
 def said_in_a_step(split: Split, make: Make) -> list[str]:
-    """What is said as the first step on words is traced, which shows the kind of each gradient."""
+    """Return the messages as the first step on words is traced, which shows the
+    gradients' kinds.
+    """
     words = np.arange(144).reshape(24, 6) % 11
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -543,7 +555,7 @@ def said_in_a_step(split: Split, make: Make) -> list[str]:
 
 
 def requests() -> dict[str, str]:
-    """Splits that can't be."""
+    """Return the errors for impossible splits."""
     two = ["CPU:0", "CPU:1"]
     tried: dict[str, Callable[[], Any]] = {
         "no gpu": lambda: Split(gpus=[0, 1]),
@@ -571,14 +583,14 @@ def requests() -> dict[str, str]:
 
 
 def by_hand(*batches: int) -> Plan:
-    """A plan without figures, whose precision nobody has written."""
+    """Return a plan without measurements, and without a precision."""
     return msgspec.structs.replace(
         make_plan(*batches), throughput=Throughput(0.0, 0.0, 0.0), precision="float32"
     )
 
 
 def half_precision() -> Any:
-    """A model whose policy isn't the plan's."""
+    """Return a model whose policy isn't the plan's."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         return network(optimizers.SGD(0.1))
@@ -587,11 +599,11 @@ def half_precision() -> Any:
 
 
 def main(engine: str, folder: str) -> dict[str, Any]:
-    """Every case of an engine, by name."""
+    """Return every case of an engine by name."""
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    # what its graph rewriting changes is seen there; here it would be a third of the time
+    # other tests cover graph rewriting; here it would take a third of the time
     if engine != "towers":
         trace_faster()
     if engine == "multiworker":
@@ -629,7 +641,7 @@ def main(engine: str, folder: str) -> dict[str, Any]:
 
 
 def gpu_cases() -> dict[str, Any]:
-    """Two real GPUs as towers; where the heavy work lies, and GPU 1 alone."""
+    """Return the cases of two real GPUs as towers: where the heavy work runs, and GPU 1 alone."""
     split, second = (
         Split(gpus=2, ratios=[3, 1], global_batch=BATCH),
         Split(gpus=[1], global_batch=BATCH),
@@ -645,7 +657,7 @@ def gpu_cases() -> dict[str, Any]:
 
 
 def synchronized(**words: Any) -> Any:
-    """A model whose normalization is over the whole batch, and whose weights decay."""
+    """Return a model with normalization over the whole batch and weight decay."""
     adamw = optimizers.AdamW(0.01, weight_decay=0.1)
     return network(
         adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)], **words
@@ -653,7 +665,7 @@ def synchronized(**words: Any) -> Any:
 
 
 def evaluated(model: Any) -> list[Any]:
-    """What evaluate with weights and predict give, with a short last batch."""
+    """Return the results of evaluate with weights and of predict, with a short last batch."""
     if hasattr(model.fit, "hooks"):
         return [
             model.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0),
@@ -666,8 +678,9 @@ def evaluated(model: Any) -> list[Any]:
 
 
 def compare_dataset(split: Split) -> dict[str, Any]:
-    """Whole batches of words from `split.data`, of which each process takes its rows; their mask
-    reaches the loss.
+    """Compare whole batches of words from `split.data`, of which each process uses its rows.
+
+    Their mask reaches the loss.
     """
     rows = WORDS, np.cos(WORDS)[..., None]
     make = lambda: with_variables(masked_network(optimizers.SGD(0.1)), *rows)  # noqa: E731
@@ -681,8 +694,9 @@ def compare_dataset(split: Split) -> dict[str, Any]:
 
 
 def limits() -> list[str]:
-    """What is said of plans measured on slowed devices, or with a process for each, by splits and a
-    training.
+    """Return the messages about plans measured on slowed devices, or with one process per device.
+
+    They are those of splits and of a training.
     """
     plan = make_plan(18, 0, 6)
     grouped = msgspec.structs.replace(
@@ -701,8 +715,8 @@ def limits() -> list[str]:
 
 
 def noted(split: Split) -> list[str]:
-    """What is said of batches that are the plan's, and then, in turn, of others: arrays, and a
-    dataset's own.
+    """Return the messages about the plan's batches, and then about others: arrays, and a dataset's
+    own.
     """
     singles = tf.data.Dataset.from_tensor_slices((X, Y))
     first, second = split.build(dense), split.build(dense)
@@ -723,7 +737,7 @@ def noted(split: Split) -> list[str]:
 
 
 def epoch_rows(split: Split) -> dict[str, Any]:
-    """Rows that two epochs of a shuffled dataset give, twice over."""
+    """Return the rows of two epochs of a shuffled dataset, twice."""
     rows = np.arange(ROWS)
     datasets = [split.data(rows, rows, shuffle=True, seed=5) for _ in range(2)]
     epochs = [
@@ -741,13 +755,14 @@ def epoch_rows(split: Split) -> dict[str, Any]:
 
 
 def sums(split: Split) -> dict[str, list[Any]]:
-    """What a group sums, of two types and of lengths that come and go, beside what the sum is; and
-    as which types.
+    """Return what a group sums, and the true sums, with their types.
+
+    The data has two types, and lengths that vary.
     """
     group = split.required_group
     found: list[float] = []
     right: list[float] = []
-    every = group.size * (group.size - 1) // 2  # the ranks' sum
+    every = group.size * (group.size - 1) // 2  # the sum over ranks
     with mock.patch.object(group, "_reduce", wraps=group._reduce) as reduce:
         for turn in range(40):
             count = 1 + turn % 3
@@ -766,14 +781,14 @@ def sums(split: Split) -> dict[str, list[Any]]:
 
 
 def group_cases() -> dict[str, Any]:
-    """This process' part of a group of two or three: in passes where it is of three."""
+    """Return this process' part of a group of two or three. With three, it uses passes."""
     config = json.loads(os.environ["TF_CONFIG"])
     three = sum(map(len, config["cluster"].values())) == 3
     plan = make_plan(15, 6, 0, 3, micros=(3, 6, 0, 2)) if three else make_plan(18, 6)
     split = unaudited(Split(plan, rebalance=three))
     x, y, weights, held = X[:ONE_OVER], Y[:ONE_OVER], WEIGHTS[:ONE_OVER], (X[:40], Y[:40])
     if not three:
-        divisions.WORTH_BYTES = 0  # the gradients of small models in two sums, too
+        divisions.WORTH_BYTES = 0  # the gradients of small models also in two sums
     found = {"sums": sums(split), "engine": split.engine}
     if three:
         adamw = lambda: network(  # noqa: E731
@@ -816,7 +831,7 @@ def group_cases() -> dict[str, Any]:
 
 
 def prove(_rank: int, engine: str, folder: str) -> dict[str, Any]:
-    """As one rank of `keras_ranks`."""
+    """Run as one rank of `keras_ranks`."""
     return main(engine, folder)
 
 

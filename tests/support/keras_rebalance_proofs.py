@@ -1,5 +1,5 @@
-"""A group of three whose shares change while it trains: by a script, and by the rule while the
-second is slow.
+"""A group of three whose shares change during training: by a script, and by the rule for a slow
+process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from evener.live.reporter import read_trainings
 from evener.training.rebalance import Change
 from tests.support.keras_twice import train_twice, with_variables
 
-SHARES, MICROS = (15, 6, 3), (3, 6, 2)  # of the plan
-SHARE_SECONDS = 0.024  # that the rows of each share take, by a clock that only rows move
+SHARES, MICROS = (15, 6, 3), (3, 6, 2)  # shares and rows per pass of the plan
+SHARE_SECONDS = 0.024  # seconds for the rows of each share, on a clock that only rows advance
 SLOW = range(60, 110)  # steps in which the second process takes twice as long
 STEPS = 140
 
@@ -32,30 +32,30 @@ Make = Callable[[], Any]
 
 
 class Scripted:
-    """A rule that gives out the next shares each time it is asked."""
+    """A rule that returns the next shares each time."""
 
     def __init__(self) -> None:
         self._next = itertools.cycle([(7, 14, 3), (2, 2, 20), (1, 22, 1), SHARES])
 
     def observe(self, _step: int, _own_work_s: Any, _rows: Any) -> Change:
-        """The next, in the passes of the plan."""
+        """Return the next shares, in the passes of the plan."""
         shares = next(self._next)
         return Change(shares, tuple(map(min, shares, MICROS)), "scripted", 0.0)
 
 
 class SlowRows(keras.layers.Layer):
-    """Moves the clock of own work for each row, twice as far in the second process in some
-    steps.
+    """Advances the clock of own work for each row, in some steps twice as far in the second
+    process.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.now = 0.0
-        self.step = 0  # the one that is trained
+        self.step = 0  # the step that is trained
         self._rank = rank
 
     def call(self, x: Any) -> Any:
-        """The rows as they are."""
+        """Return the rows unchanged."""
         with tf.control_dependencies([tf.numpy_function(self._take, [tf.shape(x)[0]], tf.int32)]):
             return tf.identity(x)
 
@@ -65,13 +65,14 @@ class SlowRows(keras.layers.Layer):
         return rows
 
     def timestamp(self) -> Any:
-        """As TensorFlow's."""
+        """Return the time as TensorFlow's function does."""
         return tf.numpy_function(lambda: np.float64(self.now), [], tf.float64)
 
 
 def forced(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
-    """Six epochs, changed after every fifth step, with short batches and passes, against one
-    device.
+    """Return the result of six epochs, compared with one device.
+
+    The shares change after every fifth step, with short batches and passes.
     """
     options = {
         "batch_size": 24,
@@ -93,16 +94,18 @@ def forced(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str,
 
 
 def change_back(split: Split) -> None:
-    """Begin with the plan's shares again."""
+    """Use the plan's shares again."""
     assert isinstance(split.cut, ChangingCut)
     split.cut.change(SHARES, MICROS)
 
 
 def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[str, Any]:
-    """With a process that is slow for a while: the steps from which it trained by other shares,
-    what it printed of them, and the shares that the monitor read meanwhile.
+    """Return the changes of a training with a process that is slow for a while.
+
+    They are the steps from which it trained with other shares, its messages about them, and the
+    shares that the monitor read.
     """
-    live.INTERVAL_SECONDS, live.COST_LIMIT = 0.02, 1.0  # every few steps are written
+    live.INTERVAL_SECONDS, live.COST_LIMIT = 0.02, 1.0  # every few steps a report is written
     change_back(split)
     slow = SlowRows(split.required_group.rank)
     watch = Watch(split, slow)
@@ -122,24 +125,24 @@ def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[st
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes the shares of each step where they are new, and those that the monitor reads of this
+    """Records the shares of each step if they are new, and those that the monitor reads of this
     process.
     """
 
     def __init__(self, split: Split, slow: SlowRows) -> None:
         super().__init__()
         self._split, self._slow = split, slow
-        self.shares: list[tuple[int, tuple[int, ...]]] = []  # from which step on
+        self.shares: list[tuple[int, tuple[int, ...]]] = []  # with the first step
         self.recorded: list[tuple[int, ...]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Rows are as slow as in this step."""
+        """Make rows as slow as in this step."""
         self._slow.step = batch
         if not self.shares or self.shares[-1][1] != self._split.shares:
             self.shares.append((batch, self._split.shares))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After some steps."""
+        """Read the report after some steps."""
         if batch % 45 == 44:
             own = [training for training in read_trainings() if training.pid == os.getpid()]
             self.recorded += [tuple(device.batch for device in each.devices) for each in own]

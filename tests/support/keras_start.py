@@ -1,5 +1,6 @@
-"""Starts what uses Keras, alone or as a group on loopback, and reads its JSON: scripts, or ranks of
-a RankServer.
+"""Starts programs with Keras, alone or as a group on loopback, and reads their JSON.
+
+They are scripts, or ranks of a RankServer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HOME = Path(__file__).parents[2]
 
 
 def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """One process of a script, with these environment variables."""
+    """Start one process of a script, with these environment variables."""
     command = [sys.executable, str(script), *words]
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
@@ -29,7 +30,7 @@ def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def free_peers(size: int) -> list[str]:
-    """Loopback addresses that were free a moment ago."""
+    """Return loopback addresses that were free a moment ago."""
     doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
     peers = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
     for door in doors:
@@ -38,7 +39,7 @@ def free_peers(size: int) -> list[str]:
 
 
 def make_configs(roles: Sequence[str]) -> list[str]:
-    """TF_CONFIG of each process of a group with these roles, `chief` or `worker`."""
+    """Return TF_CONFIG for each process of a group with these roles, `chief` or `worker`."""
     cluster: dict[str, list[str]] = {}
     tasks = []
     for role, peer in zip(roles, free_peers(len(roles)), strict=True):
@@ -51,14 +52,14 @@ def make_configs(roles: Sequence[str]) -> list[str]:
 def start_group(
     script: Path, *words: str, roles: Sequence[str], variables: Sequence[dict[str, str]] = ()
 ) -> list[subprocess.Popen[str]]:
-    """A process for each role, with its place in the group and its own environment variables."""
+    """Start a process for each role, with its place in the group and its environment variables."""
     own = variables or [{} for _ in roles]
     pairs = zip(make_configs(roles), own, strict=True)
     return [start(script, *words, TF_CONFIG=config, **each) for config, each in pairs]
 
 
 def read_all(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[Any]:
-    """What they printed, in rank order; then all are ended."""
+    """Return what they printed, in rank order, and kill them all."""
     try:
         return [_read(process, seconds) for process in processes]
     finally:
@@ -74,7 +75,7 @@ def _read(process: subprocess.Popen[str], seconds: float) -> Any:
 
 
 def save(folder: Path, rank: int, function: str, *arguments: Any) -> None:
-    """What a function of a module returns to one rank, as JSON.
+    """Save what a function of a module returns to one rank, as JSON.
 
     It waits for the rest of its group, which may still read the last sum from this process.
     """
@@ -88,8 +89,9 @@ def save(folder: Path, rank: int, function: str, *arguments: Any) -> None:
 
 
 class Answers:
-    """What `find` answers, asked once for each name; what went wrong twice, again for everyone who
-    asks.
+    """The results of `find`, called once for each name.
+
+    If it fails, it is called once more, and the second failure is raised for every caller.
     """
 
     def __init__(self, find: Callable[[str], list[Any]]) -> None:
@@ -98,13 +100,13 @@ class Answers:
         self._failed: set[str] = set()
 
     def __call__(self, name: str) -> list[Any]:
-        """In rank order."""
+        """Return the results in rank order."""
         if name not in self._found:
             try:
                 self._found[name] = self._find(name)
             except AssertionError as error:
                 if name not in self._failed:
-                    self._failed.add(name)  # a test that runs again asks again
+                    self._failed.add(name)  # a test that is repeated calls it again
                     raise
                 self._found[name] = error
         found = self._found[name]

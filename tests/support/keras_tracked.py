@@ -1,4 +1,4 @@
-"""Fits whose callbacks log evener's figures, with a split and without."""
+"""Fits whose callbacks log evener's metrics, with a split and without."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ X = np.random.default_rng(0).normal(size=(ROWS * STEPS, 4)).astype("float32")
 
 
 class Slow(keras.callbacks.Callback):
-    """Takes its time in each step."""
+    """Waits in each step."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(STEP_SECONDS)
 
 
 class Kept(keras.callbacks.Callback):
-    """Keeps what a tracker's callback is given."""
+    """Stores the arguments of a tracker's callback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def build() -> Any:
 
 
 def train(_rank: int, planned: bool) -> dict[str, Any]:
-    """One epoch with figures, and one of a Report that keeps them to itself."""
+    """Train one epoch with metrics, and one with a Report that doesn't log them."""
     os.environ["EVENER_LIVE_DIR"] = os.path.join(tempfile.mkdtemp(), "live")
     kept, plain = Kept(), Kept()
     if planned:

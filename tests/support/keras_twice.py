@@ -1,4 +1,4 @@
-"""Trains a Keras model by a split and on one device, and tells how far they are apart."""
+"""Trains a Keras model by a split and on one device, and returns their differences."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ Model = Any
 
 
 class Scaled(keras.layers.Layer):
-    """A factor for each feature: half precision without a matrix product, which would end the
-    process where oneDNN is kept from instructions that TensorFlow sees (ONEDNN_MAX_CPU_ISA).
+    """A factor for each feature.
+
+    It gives half precision without a matrix product, which would kill the process if oneDNN is kept
+    from instructions that TensorFlow sees (ONEDNN_MAX_CPU_ISA).
     """
 
     def build(self, shape: Any) -> None:
-        """The factors."""
+        """Create the factors."""
         self.factors = self.add_weight(shape=shape[-1:], initializer="ones", name="factors")
 
     def call(self, x: Any) -> Any:
-        """The product."""
+        """Return the product."""
         return x * self.factors
 
 
@@ -39,13 +41,12 @@ def train_twice(
     instance: bool = False,
     traced: bool = False,
 ) -> dict[str, Any]:
-    """The largest differences of weights, and of the figures that a run gives; one device may be
-    run in another way.
+    """Return the largest differences of weights, and of the values that a run returns.
 
-    One device computes eagerly, which costs what a trace does, unless it is to be `traced`, as
-    models with several outputs are, whose single losses Keras averages otherwise. Of a group, the
-    first process alone trains on one device. What all of them must learn to the last bit is
-    `learned`.
+    One device may be run in another way. It computes eagerly, which costs as much as a trace,
+    unless it is to be `traced`, as are models with several outputs, whose single losses Keras
+    otherwise averages. Only the first process of a group trains on one device. `learned` is what
+    all of them must learn to the last bit.
     """
     many = seeded(lambda: split.build(make() if instance else make))
     second = run(many)
@@ -62,30 +63,33 @@ def train_twice(
 
 
 def unaudited(split: Split) -> Split:
-    """The split without audits, which take up to a third of a short training: each traces the step
-    twice more. test_keras_audit.py has those of groups.
+    """Return the split without audits, which take up to a third of a short training.
+
+    Each audit traces the step two more times. test_keras_audit.py has those of groups.
     """
     split.audited = False
     return split
 
 
 def seeded(make: Callable[[], Model]) -> Model:
-    """A model with the same first weights as any other that is made so."""
+    """Return a model with the same first weights as any other made this way."""
     set_seed()
     return make()
 
 
 def set_seed() -> None:
-    """Seed all that Keras draws from; TensorFlow's own seed is left: setting it drops every kernel
-    that it has made.
+    """Seed all random generators of Keras.
+
+    TensorFlow's own seed isn't set, because that drops every kernel that it has made.
     """
     random.seed(3)
     np.random.seed(3)
 
 
 def with_variables(model: Model, x: Any, y: Any) -> Model:
-    """The model, whose optimizer and metrics have their variables: fit traces it once, otherwise
-    twice.
+    """Return the model after creating the variables of its optimizer and metrics.
+
+    fit then traces it once instead of twice.
     """
     x, y = keras.tree.map_structure(lambda rows: rows[:2], (x, y))
     model.optimizer.build(model.trainable_variables)
@@ -94,8 +98,9 @@ def with_variables(model: Model, x: Any, y: Any) -> Model:
 
 
 def count_traces(model: Model) -> list[int]:
-    """A list that grows with each trace of the training step from here on; checks before the step
-    trace nothing.
+    """Return a list that grows with each later trace of the training step.
+
+    Checks before the step trace nothing.
     """
     traces: list[int] = []
     loss = model.compute_loss
@@ -110,13 +115,14 @@ def count_traces(model: Model) -> list[int]:
 
 
 def leave_graphs_alone() -> None:
-    """No rewriting of graphs from here on: small models take longer to rewrite than to train."""
+    """Turn off the rewriting of graphs: small models take longer to rewrite than to train."""
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 class HasFlatten(type):
-    """The class of a protocol that asks for one method, without the search for its members that
-    `typing` makes each time (Python 3.11).
+    """The class of a protocol with one method.
+
+    It avoids the search for its members that `typing` makes each time (Python 3.11).
     """
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -124,12 +130,14 @@ class HasFlatten(type):
 
 
 class QuickNestProtocol(metaclass=HasFlatten):
-    """In place of TensorFlow's CustomNestProtocol."""
+    """A replacement for TensorFlow's CustomNestProtocol."""
 
 
 def trace_faster() -> None:
-    """Leave out what takes a part of a trace: rewriting of graphs, filtered tracebacks, and a slow
-    check of nested values. Audits read the place in the program of every operation.
+    """Turn off slow parts of a trace.
+
+    They are the rewriting of graphs, filtered tracebacks, and a slow check of nested values. Audits
+    read the place in the program of every operation.
     """
     leave_graphs_alone()
     keras.config.disable_traceback_filtering()
@@ -138,15 +146,15 @@ def trace_faster() -> None:
 
 
 def digest(model: Model) -> str:
-    """The weights, to the last bit."""
+    """Return a digest of the weights, to the last bit."""
     return blake2b(
         b"".join(weight.tobytes() for weight in model.get_weights()), digest_size=8
     ).hexdigest()
 
 
 def difference(first: Any, second: Any) -> float:
-    """The largest, of figures in the same structure."""
+    """Return the largest difference of values in the same structure."""
     keras.tree.assert_same_structure(first, second)
     pairs = zip(keras.tree.flatten(first), keras.tree.flatten(second), strict=True)
-    # nan, if there is one
+    # nan if there is one
     return float(np.max([np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs]))

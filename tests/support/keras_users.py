@@ -1,4 +1,4 @@
-"""Models as users write them, on one device and over several, and what differs; a part of
+"""Models as users write them, on one device and on several, and the differences. A part of
 keras_proofs.py.
 """
 
@@ -35,7 +35,7 @@ Model = Any
 
 
 def network(*extra: Any, base: Any = keras.Sequential, **compiled: Any) -> Model:
-    """Two dense layers; `extra` stands between them."""
+    """Return two dense layers, with `extra` layers between them."""
     dense = layers.Dense(
         8,
         activation="tanh",
@@ -48,8 +48,9 @@ def network(*extra: Any, base: Any = keras.Sequential, **compiled: Any) -> Model
 
 
 class OwnLoss(keras.Sequential):
-    """As Keras' documentation writes a compute_loss: a tracker named loss, and the layers' losses
-    as it likes.
+    """A compute_loss as in Keras' documentation.
+
+    It has a tracker named loss, and uses the layers' losses in its own way.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -59,7 +60,7 @@ class OwnLoss(keras.Sequential):
     def compute_loss(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        """A quarter of the layers' losses."""
+        """Return the loss with a quarter of the layers' losses."""
         own = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred))
         loss = own + 0.25 * keras.ops.sum(self.losses)
         self.loss_tracker.update_state(loss)
@@ -67,19 +68,19 @@ class OwnLoss(keras.Sequential):
 
     @property
     def metrics(self) -> list[Any]:
-        """The tracker alone."""
+        """Return only the tracker."""
         return [self.loss_tracker]
 
 
 class OwnSteps(keras.Sequential):
-    """A model that tests and predicts in its own way."""
+    """A model with its own test and predict steps."""
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        """A figure of its own."""
+        """Return its own metric."""
         return {"mine": keras.ops.sum(self(data[0]))}
 
     def predict_step(self, data: Any) -> Any:
-        """Twice the outputs."""
+        """Return twice the outputs."""
         return 2 * super().predict_step(data)
 
 
@@ -95,16 +96,16 @@ class Largest(keras.metrics.Metric):
         self.value = self.add_variable((), "zeros", name="value")
 
     def update_state(self, x: Any, sample_weight: Any = None) -> None:
-        """Look at these values too."""
+        """Include these values."""
         self.value.assign(keras.ops.maximum(self.value, keras.ops.max(x)))
 
     def result(self) -> Any:
-        """The largest so far."""
+        """Return the largest value so far."""
         return self.value + 0.0
 
 
 class Watched(layers.Layer):
-    """Counts its rows in metrics and its calls in a whole number; in test it adds noise."""
+    """Counts its rows in metrics, and its calls in an integer. In tests it adds noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Watched(layers.Layer):
         self.noise = keras.random.SeedGenerator(1)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """The rows."""
+        """Return the rows."""
         self.seen.update_state(x)
         self.largest.update_state(x)
         self.calls.assign_add(1)
@@ -125,10 +126,10 @@ class Watched(layers.Layer):
 
 
 class Added(layers.Layer):
-    """A loss of its own."""
+    """Adds its own loss."""
 
     def call(self, x: Any) -> Any:
-        """Mean squares."""
+        """Add mean squares."""
         self.add_loss(keras.ops.mean(x**2))
         return x
 
@@ -141,19 +142,19 @@ class WithoutTraining(keras.Model):
         self.dense, self.drop = layers.Dense(3, activation="softmax"), layers.Dropout(0.5)
 
     def call(self, x: Any, **words: Any) -> Any:
-        """Dropout that stays off."""
+        """Apply dropout that stays off."""
         return self.dense(self.drop(x, **words))
 
 
 class Block(layers.Layer):
-    """Normalization inside a layer of the user's own."""
+    """Normalization inside a user's layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.normal = layers.BatchNormalization(synchronized=True)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """Normalized."""
+        """Return normalized values."""
         return self.normal(x, training=training)
 
 
@@ -161,11 +162,11 @@ class Single(layers.Layer):
     """One number for all rows."""
 
     def call(self, x: Any) -> Any:
-        """Their mean."""
+        """Return the mean of the rows."""
         return keras.ops.mean(x)
 
     def compute_output_shape(self, shape: Any) -> tuple[int, ...]:
-        """None."""
+        """Return no shape."""
         return ()
 
 
@@ -180,7 +181,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def added() -> Model:
-    """A model that takes sparse rows, with no loss but that of its layer."""
+    """Return a model for sparse rows whose only loss is that of its layer."""
     model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), Added()])
     # on GPUs Keras would compile it, and XLA has no sparse rows
     model.compile("sgd", jit_compile=False)
@@ -189,7 +190,7 @@ def added() -> Model:
 
 
 def without_training() -> Model:
-    """The model of that name, with nothing to train."""
+    """Return the model of that name, with nothing to train."""
     model = WithoutTraining()
     model.trainable = False
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
@@ -197,7 +198,7 @@ def without_training() -> Model:
 
 
 def stateful() -> Model:
-    """A recurrent layer whose rows go on in the next batch."""
+    """Return a recurrent layer whose rows continue in the next batch."""
     model = keras.Sequential(
         [keras.Input(batch_shape=(BATCH, 3, 2)), layers.SimpleRNN(4, stateful=True)]
     )
@@ -206,7 +207,7 @@ def stateful() -> Model:
 
 
 def single() -> Model:
-    """An output without rows."""
+    """Return an output without rows."""
     entry = keras.Input((6,))
     model = keras.Model(
         entry, {"kind": layers.Dense(3, activation="softmax")(entry), "mean": Single()(entry)}
@@ -216,7 +217,7 @@ def single() -> Model:
 
 
 def fit(x: Any = X, y: Any = Y, **words: Any) -> Callable[[Model], list[float]]:
-    """Two epochs and an evaluation."""
+    """Return a function that trains two epochs and evaluates."""
 
     def run(model: Model) -> list[float]:
         history = model.fit(x, y, epochs=2, shuffle=False, verbose=0, **words).history
@@ -226,18 +227,18 @@ def fit(x: Any = X, y: Any = Y, **words: Any) -> Callable[[Model], list[float]]:
 
 
 def fit_two_outputs(model: Model) -> Any:
-    """Training where one of two outputs has a loss."""
+    """Train a model in which one of two outputs has a loss."""
     return model.fit(X, {"kind": Y}, verbose=0)
 
 
 def sparse_batches(model: Model) -> list[float]:
-    """A dataset of sparse batches without labels."""
+    """Train on a dataset of sparse batches without labels."""
     data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(X),)).batch(BATCH)
     return list(model.fit(data, epochs=2, verbose=0).history["loss"])
 
 
 def watched(model: Model) -> list[float]:
-    """The layer's metric over training and evaluation, and its count."""
+    """Return the layer's metric over training and evaluation, and its count."""
     figures = fit(batch_size=BATCH)(model)
     model.reset_metrics()
     model.predict(X, batch_size=BATCH, verbose=0)
@@ -252,17 +253,17 @@ def watched(model: Model) -> list[float]:
 
 
 def predict(model: Model) -> list[float]:
-    """All outputs."""
+    """Return all outputs."""
     return [float(figure) for figure in np.ravel(model.predict(X, batch_size=BATCH, verbose=0))]
 
 
 def own_test(model: Model) -> list[float]:
-    """The model's own figure, of the last batch."""
+    """Return the model's own metric for the last batch."""
     return [model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)["mine"]]
 
 
 def steps(model: Model) -> list[float]:
-    """Single batches, one of a single row, by the methods for them."""
+    """Return the results of single batches, one with a single row, by the methods for them."""
     figures = [float(np.sum(model.train_on_batch(X[:rows], Y[:rows]))) for rows in (BATCH, 2, 1)]
     return [
         *figures,
@@ -272,24 +273,24 @@ def steps(model: Model) -> list[float]:
 
 
 def samples() -> Any:
-    """A tf.data pipeline of single samples."""
+    """Return a tf.data pipeline of single samples."""
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
 def is_split(model: Model) -> bool:
-    """Whether fit is the split's."""
+    """Return whether fit is the split's."""
     return hasattr(model.fit, "hooks")
 
 
 def fit_samples(model: Model) -> list[float]:
-    """Training and validation on single samples, which one device has to be given as batches."""
+    """Train and validate on single samples, which one device needs as batches."""
     data = samples() if is_split(model) else samples().batch(BATCH)
     history = model.fit(data, epochs=2, verbose=0, validation_data=data).history
     return [*history["loss"], *history["val_loss"], *model.evaluate(data, verbose=0)]
 
 
 def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
-    """The same, and then on batches of another size, which the split makes whole again."""
+    """Train the same, and then on batches of another size, which the split makes whole again."""
 
     def run(model: Model) -> list[float]:
         figures = fit_samples(model)
@@ -300,7 +301,7 @@ def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
 
 
 def every_way(model: Model) -> list[float]:
-    """Arrays that a PyDataset validates, single samples, and single batches."""
+    """Train on arrays with a PyDataset for validation, on single samples, and on single batches."""
     return [
         *fit(batch_size=BATCH, validation_data=Batches())(model),
         *fit_samples(model),
@@ -309,12 +310,12 @@ def every_way(model: Model) -> list[float]:
 
 
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
-    """What is said instead of training."""
+    """Return the message instead of training."""
     return said(lambda: run(split.build(make)))
 
 
 def towers() -> dict[str, Any]:
-    """Every model over two devices."""
+    """Return the results of every model on two devices."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     by_batch = fit(batch_size=np.int64(BATCH))
     noisy = split.build(lambda: network(Watched()))
@@ -322,7 +323,7 @@ def towers() -> dict[str, Any]:
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     plain = split.build(network)
-    # x and y are as long as each other, like batches of numbers
+    # x and y are equally long, like batches of numbers
     vectors = tf.data.Dataset.from_tensor_slices((X, X))
     return {
         "single samples, rebatched, instance": train_twice(
@@ -386,7 +387,7 @@ def towers() -> dict[str, Any]:
 def reports(
     split: Split, model: Model, x: Any, y: Any = None, **words: Any
 ) -> tuple[list[dict[str, Any]], Any]:
-    """What is reported of each step of two shuffled epochs, and what fit itself says of them."""
+    """Return the reports of each step of two shuffled epochs, and fit's own."""
     callback, calls = Report(split), []
     callback._reporter = Mock(
         report=lambda samples, **labels: calls.append({"samples": samples, **labels})
@@ -395,9 +396,7 @@ def reports(
 
 
 def reported(split: Split, model: Model) -> dict[str, Any]:
-    """What is reported where fit is given another batch size, of a dataset, and where Keras runs
-    two steps in one execution.
-    """
+    """Return the reports for another batch size, for a dataset, and for two steps per execution."""
     dataset = reports(split, model, samples())[0]
     arrays = reports(split, model, X, Y, batch_size=16)[0]
     two = split.build(network)
@@ -412,7 +411,7 @@ def reported(split: Split, model: Model) -> dict[str, Any]:
 
 
 def warned(action: Callable[[], Any]) -> list[str]:
-    """What users are warned of, by the split and by Keras."""
+    """Return the warnings by the split and by Keras."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         action()
@@ -420,7 +419,7 @@ def warned(action: Callable[[], Any]) -> list[str]:
 
 
 def copies(split: Split) -> dict[str, list[str]]:
-    """What is said when a split model is copied, and when it is saved."""
+    """Return the messages when a split model is copied, and when it is saved."""
     model = split.build(network)
     entry = keras.Input((6,))
     functional = keras.Model(entry, layers.Dense(3)(entry))
@@ -438,14 +437,14 @@ def copies(split: Split) -> dict[str, list[str]]:
 
 
 def documented(split: Split, model: Model) -> list[str]:
-    """What is warned of where fit is called as README and docs do."""
+    """Return the warnings if fit is called as in README and docs."""
     return warned(
         lambda: (model.fit(X, Y, verbose=0), model.fit(split.data(X, Y, shuffle=True), verbose=0))
     )
 
 
 def one_cpu() -> str:
-    """What two logical CPUs are answered with where the script hasn't made them."""
+    """Return the message for two logical CPUs that the script hasn't created."""
     with patch(
         "tensorflow.config.list_logical_devices",
         return_value=tf.config.list_logical_devices("CPU")[:1],
@@ -454,18 +453,18 @@ def one_cpu() -> str:
 
 
 def elsewhere() -> str:
-    """What is said where Keras runs on another framework."""
+    """Return the message if Keras runs on another framework."""
     with patch("keras.config.backend", return_value="jax"):
         return refused_split(devices=["CPU:0", "CPU:1"])
 
 
 def refused_split(**request: Any) -> str:
-    """What a request is answered with."""
+    """Return the response to a request."""
     return said(lambda: Split(**request))
 
 
 def said(action: Callable[[], Any]) -> str:
-    """The refusal of an attempt."""
+    """Return the refusal of an attempt."""
     try:
         action()
     except EvenerError as error:
@@ -474,7 +473,7 @@ def said(action: Callable[[], Any]) -> str:
 
 
 def group() -> dict[str, Any]:
-    """One process of two."""
+    """Return the results of one process of two."""
     split = unaudited(Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH))
     calls, history = reports(split, split.build(network), X, Y)
     another = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)

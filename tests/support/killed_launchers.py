@@ -1,9 +1,9 @@
-"""Launchers that are killed at any moment: `python -m tests.support.killed_launchers FOLDER KILLS
-SEED SECONDS`.
+"""Launchers that are killed at random moments.
 
-One process imports the launcher, and each launcher is a fork of it, so that a moment of its start
-isn't mostly imports. Its two ranks ignore SIGTERM, and each has started a process in a session of
-its own. Prints, as JSON, what is still there so many seconds after the last kill.
+Run as `python -m tests.support.killed_launchers FOLDER KILLS SEED SECONDS`. One process imports the
+launcher, and each launcher is a fork of it, so that a moment of its start isn't mostly imports. Its
+two ranks ignore SIGTERM, and each has started a process in its own session. Prints, as JSON, what
+is left `SECONDS` after the last kill.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ time.sleep(300)
 
 
 def list_processes(folder: Path) -> list[str]:
-    """The command lines that name something in the folder, but for this process."""
+    """Return the command lines that contain the folder's name, except this process."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,8 +47,8 @@ def list_processes(folder: Path) -> list[str]:
 
 
 def launch(folder: Path) -> None:
-    """Train by the plan in the folder; never returns."""
-    for stream in (1, 2):  # who reads what is printed here doesn't wait for ranks that are left
+    """Launch the plan in the folder. Never returns."""
+    for stream in (1, 2):  # the reader of this output doesn't wait for ranks that are left
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
         job = make_job(folder / "plan.toml", [str(folder / "train.py")], None, None)
@@ -59,7 +59,7 @@ def launch(folder: Path) -> None:
 
 
 def main() -> None:
-    """Start and kill so many launchers, one after the other."""
+    """Start and kill launchers, one after the other."""
     folder, kills, draw, seconds = (
         Path(sys.argv[1]),
         int(sys.argv[2]),
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def find_left(folder: Path) -> list[str]:
-    """The processes of a launch and its folders."""
+    """Return the processes of a launch and its folders."""
     return [*list_processes(folder), *map(str, (folder / "temporary").glob("evener-*"))]
 
 

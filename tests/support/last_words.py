@@ -1,4 +1,4 @@
-"""What a rank says as it ends by an error."""
+"""The last output of a rank that ends with an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evener.torch.ranks.peers import explain_failure
 
 
 def last_words(error: BaseException) -> str:
-    """The error, and below it the last line that a program prints that ends by it."""
+    """Return the error, and below it the last line of the program's output."""
     said = io.StringIO()
     with redirect_stderr(said):
         print(f"{type(error).__name__}: {error}", file=said)

@@ -1,4 +1,4 @@
-"""Whether the ranks of tests/support/launched_training.py learned what one process learns."""
+"""Compares what the ranks of tests/support/launched_training.py learned with one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def check_ranks(folder: Path, hosts: Sequence[str]) -> None:
-    """Three ranks with 1, 5 and 2 rows, on these hosts: weights and losses to 1e-12."""
+    """Check three ranks with 1, 5 and 2 rows on these hosts: weights and losses to 1e-12."""
     import torch
 
     from tests.support import launched_training, torch_ranks

@@ -1,4 +1,4 @@
-"""Plans for devices of one's choice."""
+"""Plans for given devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evener.plan.file import (
     make_layout,
 )
 
-# of two slices of the CPU, as a person writes it
+# for two slices of the CPU, as a person writes it
 UNEVEN = """
 [[layout.share]]
 device = "cpu-0-of-2"
@@ -28,8 +28,9 @@ batch = 1
 
 
 def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:
-    """A plan for these devices, each with two rows less than the one before; "(out)" behind one
-    leaves it out.
+    """Return a plan for these devices, each with two rows less than the previous one.
+
+    A device with "(out)" after it is left out.
     """
     shares = tuple(
         Share(
@@ -54,7 +55,7 @@ def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Pla
 
 
 def make_plan(layout: PlanLayout, **changes: Any) -> Plan:
-    """A plan with this layout, and figures that mean nothing."""
+    """Return a plan with this layout, and arbitrary other values."""
     made = Plan(
         created="2026-11-22T12:00:00Z",
         workload="torch_mnist",

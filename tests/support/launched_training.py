@@ -1,5 +1,7 @@
 """Run by evener launch or torchrun: trains in float64 by the plan, and saves what this rank
-learned, for its host.
+learned.
+
+The file is named after its host.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ NAME = "clip adamw"
 
 
 def refusal(variables: dict[str, str], *plan: str, **options: Any) -> str:
-    """What a split says before it waits for anything; every rank calls it."""
+    """Return the error of a split before it waits for anything. Every rank calls it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -37,7 +39,7 @@ def refusal(variables: dict[str, str], *plan: str, **options: Any) -> str:
 def save(
     folder: Path, split: Split, net: Any, update: Any, loader: Any, losses: list[float]
 ) -> None:
-    """A checkpoint; after the ninth the rank with the fewest rows is killed, once."""
+    """Save a checkpoint. After the ninth, the rank with the fewest rows is killed once."""
     if split.rank == 0:
         parts = [part.state_dict() for part in (net, update, loader)]
         torch.save((parts, losses), folder / "new.pt")
@@ -52,7 +54,7 @@ def save(
 
 
 def resume(folder: Path, *parts: Any) -> list[float]:
-    """Load the checkpoint, if there is one; the losses up to it."""
+    """Load the checkpoint, if there is one, and return the losses up to it."""
     losses: list[float] = []
     if (folder / "checkpoint.pt").exists():
         states, losses = torch.load(folder / "checkpoint.pt")
@@ -83,6 +85,6 @@ if __name__ == "__main__":
     torch.save({**learned, **found}, folder / f"{split.rank}.pt")
     os._exit(
         0
-        # a thread of gloo may abort a process while Python ends
+        # a thread of gloo may abort a process while Python exits
         # (github.com/pytorch/pytorch/issues/190489)
     )

@@ -1,8 +1,7 @@
-"""In place of the module of this name that an editable install starts every Python with: it finds
-`evener`, too.
+"""Replaces the module of this name, with which an editable install starts every Python.
 
-The other imports `editables`, pathlib, tempfile and 40 more, which takes three quarters of a
-Python's start.
+It also finds `evener`. The original imports `editables`, pathlib, tempfile and 40 more, which takes
+three quarters of a Python's start.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")
 
 
 class Checkout:
-    """A finder that offers `evener` alone, not every folder of the checkout."""
+    """A finder for only `evener`, not every folder of the checkout."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """Its place in the checkout."""
+        """Return its place in the checkout."""
         return PathFinder.find_spec(name, [ROOT]) if name == "evener" else None
 
 

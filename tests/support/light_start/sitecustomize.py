@@ -1,19 +1,18 @@
-"""Frameworks start faster, and steps rest: every Python that a test starts runs this first
-(tests/conftest.py).
+"""Frameworks start faster, and steps sleep: every Python that a test starts runs this first.
 
-Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through
-them all takes a sixth of its time. Large packages are hidden from Keras while it is imported: it
-looks for them, and the tests need none of what they add. Code that imports these packages itself
-finds them. PyTorch's compiler, which each optimizer imports only to say that it isn't to be
-compiled, is imported once something is compiled: a second of CPU. Shapes and decompositions of its
-operations in Python, a quarter of its own import, are imported with the first that asks for them.
+tests/conftest.py sets it up. Garbage is collected rarely: hardly any object that an import makes is
+garbage, and scanning them all takes a sixth of its time. Large packages are hidden from Keras while
+it is imported: it looks for them, and the tests need none of what they add. Code that imports these
+packages itself finds them. PyTorch's compiler, which each optimizer imports only to say that it
+isn't to be compiled, is imported once something is compiled: a second of CPU. Shapes and
+decompositions of its operations in Python, a quarter of its own import, are imported on first use.
 
-Devices aren't locked by the kernel's own files, as workers measure on the same cores
+Devices aren't locked by the kernel's own files, because workers measure on the same cores
 (device_locks.py). The registry has the synthetic workload, which is beside this file. A step of it
 sleeps instead of spinning, and its process counts that as CPU time: tests that run real children
 for seconds leave the cores to others, and are disturbed less by them.
 
-A `sitecustomize` further on the path is run, too: one of a test's own.
+A `sitecustomize` further on the path, such as a test's own, is run too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from device_locks import keep_off_the_kernels_files
 from synthetic_entry import add_to
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # what annotations name: hundreds of processes would import it
+if TYPE_CHECKING:  # for annotations: hundreds of processes would import it
     from collections.abc import Sequence
     from typing import Any
 
@@ -49,19 +48,20 @@ HIDDEN = ("matplotlib", "pandas", "sklearn")
 
 
 class HiddenFromKeras:
-    """A finder that finds nothing, and says so where Keras asks."""
+    """A finder that finds nothing, and says so if Keras looks for it."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> None:
-        """An ImportError for hidden packages while Keras is being imported."""
+        """Raise an ImportError for hidden packages while Keras is being imported."""
         keras = getattr(sys.modules.get("keras"), "__spec__", None)
         if name in HIDDEN and getattr(keras, "_initializing", False):
             raise ModuleNotFoundError(f"{name} is hidden from Keras in tests", name=name)
 
 
 class Synthetic:
-    """A finder that changes modules as they are imported: the workload rests, the registry knows
-    it, and the kernel's files of devices are the test's.
+    """A finder that changes modules as they are imported.
+
+    The workload sleeps, the registry knows it, and the kernel's files of devices are the test's.
     """
 
     slept = 0.0  # seconds
@@ -71,7 +71,7 @@ class Synthetic:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, _target: object = None
     ) -> ModuleSpec | None:
-        """The module with what is done to it behind it."""
+        """Return the module, and change it after its import."""
         changes = {
             "synthetic_workload": cls.let_rest,
             "evener.workloads.registry": add_to,
@@ -92,20 +92,22 @@ class Synthetic:
 
     @classmethod
     def let_rest(cls, module: ModuleType) -> None:
-        """Its steps sleep, which counts as CPU time."""
+        """Make its steps sleep, which counts as CPU time."""
         vars(module)["keep_busy"] = cls.rest
         time.process_time = lambda: cls.process_time() + cls.slept
 
     @classmethod
     def rest(cls, until: float) -> None:
-        """Sleep until `time.perf_counter()` is there."""
+        """Sleep until `time.perf_counter()` reaches this time."""
         while (left := until - time.perf_counter()) > 0:
             time.sleep(left)
             cls.slept += left
 
 
 class LatePart:
-    """A module of the compiler with what PyTorch asks of it although nothing is compiled."""
+    """A module of the compiler with the attributes that PyTorch reads although nothing
+    is compiled.
+    """
 
     def __init__(self, compiler: LateCompiler, name: str, **given: Any) -> None:
         vars(self).update(given, _compiler=compiler, _name=name)
@@ -115,26 +117,27 @@ class LatePart:
 
 
 class LateCompiler(ModuleType):
-    """In place of `torch._dynamo`, which is imported as soon as something else of it is asked for.
+    """A replacement for `torch._dynamo`, which is imported once another attribute is read.
 
-    Until then nothing is compiled, so that what it is to leave alone is called as it is.
+    Until then nothing is compiled, so functions that it should leave alone are called unchanged.
     """
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._left_alone: list[Any] = []
-        # what a process group does
+        # functions that a process group calls
         self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)
         # DistributedDataParallel
         self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not self._may_have(name):  # some ask every module
+        # some read attributes of every module
+        if name.startswith("__") or not self._may_have(name):
             raise AttributeError(name)
         return getattr(self.load(), name)
 
     def _may_have(self, name: str) -> bool:
-        """True for a module of the compiler, and for what its first file speaks of."""
+        """True for a module of the compiler, and for names in its first file."""
         path = os.path.join(os.path.dirname(str(self.__file__)), name)
         if os.path.isdir(path) or os.path.exists(f"{path}.py"):
             return True
