@@ -150,7 +150,7 @@ class LossFinder:
 
     def _find(self) -> TrainerLoss | None:
         with self._sketcher.open(moves=True):
-            reference = self._sketcher.sketch(self._computations.at_once(self._few))
+            reference = self._sketcher.sketch_fast(self._computations.at_once(self._few))
             if not any(map(reference.size, reference.sums)):
                 return None
             multiplied = self._find_multiplied(reference)
@@ -168,10 +168,10 @@ class LossFinder:
         if self._world == 1 and self._gathering is None:
             return 1
         calls = 0 if self._gathering is None else self._gathering.calls
-        own = self._sketcher.sketch(self._computations.at_once(self._few, world=self._world))
+        own = self._sketcher.sketch_fast(self._computations.at_once(self._few, world=self._world))
         if self._gathering is not None and self._gathering.calls > calls:
             with self._gathering.local(SHIFT):
-                shifted = self._sketcher.sketch(
+                shifted = self._sketcher.sketch_fast(
                     self._computations.at_once(self._few, world=self._world)
                 )
             if not self._agree(own, shifted):
@@ -188,7 +188,7 @@ class LossFinder:
         """True if the loss is a sum divided by the number of items that it receives."""
         if self._computations.count_items([self._few.whole]) is None:
             return False
-        halved = self._sketcher.sketch(self._computations.at_once(self._few, times=2))
+        halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
         if self._agree(reference, _double(halved)):
             return True
         if self._agree(reference, halved):
@@ -207,7 +207,7 @@ class LossFinder:
         far = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
-            trained = self._sketcher.sketch(
+            trained = self._sketcher.sketch_fast(
                 self._computations.by_shares(few.parts, few.sizes, loss)
             )
             if self._agree(reference, trained):
