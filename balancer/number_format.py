@@ -52,6 +52,9 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{share * 100:.{digits}f} %"
 
 
+STATE_ONLY = "state only"  # in place of a share: the device holds state and computes no rows
+
+
 def write_share(batch: int, micro: int) -> str:
     """Return a share as text, with its passes of up to `micro` rows.
 

@@ -132,7 +132,8 @@ def _print_changes(before: Plan, after: Plan) -> None:
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
-            what = "computes again" if new.batch else "no longer computes and is left out"
+            what = "computes again" if new.batch else "no longer computes"
+            what += "" if new.takes_part else " and is left out"
             say(f"{describe(new)} {what}: {rows} rows")
 
 

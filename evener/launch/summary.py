@@ -285,6 +285,8 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 def _describe_share(rank: RankSummary) -> str:
     """Return a share and its compute time as text, as in "48 on GPU:1 (60 ms of own work)"."""
+    if not rank.share:
+        return f"none on {rank.device}, which holds a part of the state"
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
     own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"

@@ -101,6 +101,11 @@ def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(sc
             "torch" if processes == 2 else "tensorflow",
         )
         assert _list_shares(job) == "6 rows on CPU:0, 1 row on CPU:1"
+    held = devices.replace("batch = 6", "batch = 6\nstate = 0.75")
+    held = held.replace("batch = 1", "batch = 0\nstate = 0.25")
+    Path("plan.toml").write_text(f'[layout]\nkind = "shard"\n{held}')
+    said = _list_shares(make_job(Path("plan.toml"), [script], None, None))
+    assert said == "6 rows on CPU:0, 25 % of the state and no rows on CPU:1"
 
 
 def _gpus(_: object) -> Any:

@@ -87,6 +87,16 @@ def test_a_training_is_told_in_six_lines() -> None:
     assert "6 GiB of 24 GiB (25 %) on GPU:1" in memory
 
 
+def test_a_device_that_only_holds_state_has_no_work_of_its_own() -> None:
+    first, second = make_record(0), make_record(1)
+    idle = msgspec.structs.replace(second.devices[0], batch=0, micro=0)
+    records = [first, msgspec.structs.replace(second, devices=(idle,))]
+    summary = summarize_training(records, "run", "finished", LABELS)
+    assert summary is not None
+    (line,) = (each for each in describe_summary(summary) if each.startswith("shares: "))
+    assert line.endswith(", none on GPU:1, which holds a part of the state")
+
+
 @pytest.mark.parametrize(
     ("last", "steps", "said"),
     [

@@ -36,6 +36,7 @@ from evener.balancer.types import (
     Belief,
     Failed,
     Interval,
+    Layout,
     OutOfMemory,
     PredictedCurve,
     Probe,
@@ -49,11 +50,13 @@ from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import (
     rival_lines,
     search_lines,
+    share_legend,
     share_lines,
     warning_lines,
     write_fastest,
 )
 from evener.tui.view.cells import span_cells
+from evener.tui.view.search_story import name_layout
 from tests.support.tables import lane_lines
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -116,6 +119,12 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     assert "2×350" in wide
     assert "512" in narrow
     assert layout_words(split, state.devices) == "GPU:0[820 = 2 × 410] GPU:1[568]"
+    held = Layout("shard", (820, 0), state=(0.6, 0.4))
+    assert layout_words(held, state.devices) == "GPU:0[820] GPU:1[state only]"
+    legend = "".join(line.text for line in share_legend(state, held, 80))
+    assert "GPU:1 state only" in legend
+    assert "left out" not in legend
+    assert name_layout(held, state.devices) == "820 rows on GPU:0, state also on GPU:1"
 
 
 def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> None:

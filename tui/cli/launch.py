@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from evener.balancer.number_format import duration, write_share
+from evener.balancer.number_format import duration, percent, write_share
 from evener.errors import RequestError
 from evener.launch.guard import GuardedTraining, start_guard
 from evener.launch.job import HostJob, find_imports, make_job
@@ -203,9 +203,15 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return the shares of this host as text: 5 rows on CPU:0, 2 × 410 on GPU:1."""
+    """Return the shares of this host as text: 5 rows on CPU:0, 2 × 410 on GPU:1.
+
+    A device without rows holds a part of a sharded model's state.
+    """
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
+        if not share.batch:
+            listed.append(f"{percent(share.state)} of the state and no rows on {device.label}")
+            continue
         unit = "row" if share.batch == 1 else "rows"
         listed.append(f"{write_share(share.batch, share.micro)} {unit} on {device.label}")
     return ", ".join(listed)

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from evener.balancer.jobs import make_job
-from evener.balancer.number_format import duration, half_width, rate, size, write_share
+from evener.balancer.number_format import duration, half_width, rate, size
 from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
 from evener.balancer.result.sentences import write_doubt
@@ -23,6 +23,7 @@ from evener.printable import say
 
 from ..text.formatting import Table, energy_cells, json_text
 from ..text.parsing import parse_duration
+from ..text.summaries import share_words
 from .options import BATCH, LENGTH, TRAINING, WHAT, JsonOption, takes_request
 from .output import terminal_columns
 from .session_runner import stopped_by_signals
@@ -200,7 +201,7 @@ def _rows(
         figure = run.this_run
         error = half_width(figure.value, figure.low, figure.high)
         for i in layout.active:
-            share = write_share(layout.shares[i], layout.pass_rows[i])
+            share = share_words(layout, i)
             memory = run.memory_bytes[i]
             if several:
                 cells = _cells(run.own[i], "-", memory, None, energy)

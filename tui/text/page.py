@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from evener.balancer.journal import Header
-from evener.balancer.number_format import count_words, duration, percent, rate, write_share
+from evener.balancer.number_format import count_words, duration, percent, rate
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Timed
 from evener.devices.registry import is_simulated
@@ -24,7 +24,7 @@ from .formatting import energy_cells, unbroken
 from .page_chart import SERIES, draw_curves
 from .run_report import THE_PLAN, MeasuredCurve, ReportData, read_report, write_layout
 from .stages import STAGE_WORDS
-from .summaries import layout_words, outcome_words, versus
+from .summaries import layout_words, outcome_words, versus, write_part
 
 REPORT_FORMATS = (".html",)
 STAGES = {"alone": SERIES[0], "together": SERIES[2], "packed": SERIES[3], "in turn": SERIES[1]}
@@ -155,7 +155,7 @@ def _shares(report: ReportData) -> str:
         (
             label,
             plain(share.name, 60),
-            write_share(share.batch, share.micro) if share.batch else "left out",
+            write_part(share),
             f"{share.ratio:.3f}",
             _bar((share.ratio, SERIES[number % len(SERIES)], 1), most=1),
         )

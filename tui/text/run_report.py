@@ -11,7 +11,6 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.journal import Header, JournalContents, ObservationEntry
-from evener.balancer.number_format import write_share
 from evener.balancer.result.learning import Point
 from evener.balancer.result.sentences import VerdictText, write_next_steps, write_verdict
 from evener.balancer.session_state import RatedLayout, plan_rate, plan_rivals
@@ -21,6 +20,8 @@ from evener.devices.terms import write_limit
 from evener.devices.types import Device
 from evener.plan.file import Evidence, Plan, PlanLayout
 from evener.printable import plain
+
+from .summaries import write_part
 
 THE_PLAN = "the plan"  # in the ranking
 
@@ -138,8 +139,6 @@ def write_layout(layout: PlanLayout, header: Header) -> str:
     """Return a layout's devices with their shares: GPU:0[820] + GPU:1[568]."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
-        f"{each.label}[{write_share(share.batch, share.micro)}]"
-        for each, share in parts
-        if share.batch
+        f"{each.label}[{write_part(share)}]" for each, share in parts if share.takes_part
     )
     return f"{layout.processes} x {where}" if layout.processes > 1 else where

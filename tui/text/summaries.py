@@ -14,6 +14,7 @@ from itertools import chain
 from evener.balancer.events import Event, Observed, Started
 from evener.balancer.jobs import SIMULATED
 from evener.balancer.number_format import (
+    STATE_ONLY,
     count_words,
     duration,
     half_width,
@@ -50,6 +51,7 @@ from evener.live.journal import (
     StepsEntry,
 )
 from evener.plan.file import Evidence, Plan, SearchSummary, Throughput
+from evener.plan.layout import Share
 from evener.printable import align, plain
 from evener.training.noise_scale import describe
 
@@ -182,8 +184,11 @@ def outcome_name(seen: Observation) -> str:
 def share_words(layout: Layout, device: int) -> str:
     """Return a device's share with its passes, such as 820 = 2 × 410.
 
-    If the probe measures rows of one length, return the length too.
+    If the probe measures rows of one length, return the length too. A device that takes part
+    without rows holds only a part of the model's state.
     """
+    if not layout.shares[device]:
+        return STATE_ONLY
     share = write_share(layout.shares[device], layout.pass_rows[device])
     return f"{share} of {layout.length} tokens" if layout.length else share
 
@@ -312,7 +317,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
             (
                 label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
                 plain(share.name, 32),
-                write_share(share.batch, share.micro) if share.batch else "left out",
+                write_part(share),
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch and known else "-",
                 "",
@@ -333,6 +338,13 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
         *([tokens] if plan.throughput.tokens_per_second else []),
         *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
     ]
+
+
+def write_part(share: Share) -> str:
+    """Return a device's rows with its passes, or that it has none."""
+    if share.batch:
+        return write_share(share.batch, share.micro)
+    return STATE_ONLY if share.state else "left out"
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:

@@ -121,15 +121,13 @@ def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share are
     only counted.
     """
-    shares = layout.shares
-    detailed = len(shares) <= DETAILED_SHARES
-    items = [
-        _share_item(state, layout, device)
-        for device, share in enumerate(shares)
-        if share or detailed
-    ]
-    if not detailed and 0 in shares:
-        items.append((Span(f" {shares.count(0)} left out ", "dim"),))
+    devices = range(len(layout.shares))
+    detailed = len(devices) <= DETAILED_SHARES
+    shown = devices if detailed else layout.active
+    items = [_share_item(state, layout, device) for device in shown]
+    left_out = len(devices) - len(layout.active)
+    if left_out and not detailed:
+        items.append((Span(f" {left_out} left out ", "dim"),))
     legend: list[Line] = []
     row: tuple[Span, ...] = ()
     for item in items:
@@ -142,18 +140,13 @@ def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
 
 def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span, ...]:
     share = layout.shares[device]
-    part = (
-        f" ({percent(share / layout.global_batch, 0)})"
-        if len(layout.shares) <= DETAILED_SHARES
-        else ""
-    )
+    words = share_words(layout, device) if device in layout.active else "left out"
+    if share and len(layout.shares) <= DETAILED_SHARES:
+        words += f" ({percent(share / layout.global_batch, 0)})"
     return (
         Span(f" {Mark.BLOCK} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
-        Span(
-            f"{share_words(layout, device)}{part} " if share else "left out ",
-            "text" if share else "dim",
-        ),
+        Span(f"{words} ", "text" if share else "dim"),
     )
 
 

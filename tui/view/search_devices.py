@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.number_format import duration, percent, rate
+from evener.balancer.number_format import STATE_ONLY, duration, percent, rate
 from evener.balancer.session_state import (
     SessionState,
     best_solo,
@@ -41,7 +41,7 @@ class SearchDeviceRow:
         self.device = device
         self.sample = sample
         self.running = next(
-            (each for each in state.running if each.probe.layout.shares[device]), None
+            (each for each in state.running if device in each.probe.layout.active), None
         )
 
 
@@ -104,6 +104,8 @@ def _batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     if row.running is None:
         return (Span(""),)
     layout, device = row.running.probe.layout, row.device
+    if not layout.shares[device]:
+        return (Span(STATE_ONLY if cells(STATE_ONLY) <= width else "state", "dim"),)
     share = str(layout.shares[device])
     passes = (
         f"{layout.passes(device)}×{layout.pass_rows[device]}"

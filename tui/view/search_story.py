@@ -79,7 +79,9 @@ def name_layout(layout: Layout, labels: Sequence[str]) -> str:
     if not layout.traits.by_shares and not layout.traits.alone:
         return f"{layout.kind} on {_name_devices(active, labels)}"
     samples = list_samples(layout) if len(active) <= MOST_NAMED else str(layout.global_batch)
-    return f"{samples} rows on {_name_devices(active, labels)}"
+    words = f"{samples} rows on {_name_devices(layout.computing, labels)}"
+    idle = [place for place in active if place not in layout.computing]
+    return f"{words}, state also on {_name_devices(idle, labels)}" if idle else words
 
 
 def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:

@@ -177,8 +177,8 @@ TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_dimmed_if_ended, _COLUMNS)), NO_T
 
 
 def _share(row: RankRow, width: int) -> tuple[Span, ...]:
-    if not row.share:
-        return (Span(Mark.NONE, "dim"),)
+    if not row.share:  # a process without rows holds a part of a sharded model's state
+        return (Span("state" if row.rank >= 0 else Mark.NONE, "dim"),)
     whole = write_share(row.share, row.micro)
     return (Span(whole if cells(whole) <= width else str(row.share)),)
 
