@@ -19,8 +19,9 @@ import msgspec
 
 from .exchanges import FROM_ONE, LIBRARIES, is_between, is_installed, name_package
 
-STEPS = 4  # after them, ranks have read each other's results of the first audit
-MOST_STEPS = 12  # after them, results that are still missing aren't waited for
+# Optimizer steps, and batches, after which missing results of the first audit aren't waited for.
+# Ranks read each other's results in the fourth step.
+MOST_STEPS, MOST_BATCHES = 12, 200
 # libraries that call the program's code during a training
 _TRAINERS = {"transformers", "trl", "lightning", "pytorch_lightning"}
 # Lightning may also stand between that code and a collective
@@ -52,10 +53,10 @@ class EvenStart:
         self._training = training
         self._exchange = exchange
         self._stay, self._leave = stay, leave
-        self._steps = 0
+        self._batches = 0
         self._exchanged = ""
         training.begin_even()
-        training.listeners.append(self._after_step)
+        training.listeners.append(self._after_batch)
 
     @property
     def is_training(self) -> bool:
@@ -73,14 +74,14 @@ class EvenStart:
         if not self._exchanged:
             self._exchanged = f"{name} ({place})"
 
-    def _after_step(self, _: Sequence[int]) -> None:
-        """Count a step; at the end of the even steps, go on by the plan's shares or stay even."""
+    def _after_batch(self, _: Sequence[int]) -> None:
+        """Count a batch; at the end of the even steps, go on by the plan's shares or stay even."""
         if self.is_over:
             return
-        self._steps += 1
+        self._batches += 1
         audits = self._training.audits
-        is_known = audits.have_agreed or audits.judge.over or self._steps >= MOST_STEPS
-        if self._steps < STEPS or not is_known:
+        is_late = audits.judge.step >= MOST_STEPS or self._batches >= MOST_BATCHES
+        if not (audits.have_agreed or audits.judge.over or is_late):
             return
         self.is_over = True
         if audits.judge.over:  # an audit has found a difference

@@ -105,6 +105,8 @@ class Rebalancing:
         decide on shares.
         """
         self._step += 1
+        if self._training.begins_even:
+            return
         if self._exchange is not None:
             self._end_exchange(*self._exchange)
         if self._step == self._grows_after:

@@ -78,6 +78,7 @@ def train(
             timer=Timer(),
             reporter=SimpleNamespace(retreats=0, note_change=lambda _: None),
             listeners=[],
+            begins_even=False,
             weights=SimpleNamespace(computes_at_once=False, lengths_vary=False),
             passes=SimpleNamespace(recovery=SimpleNamespace(limit=SimpleNamespace(most=None))),
         )
