@@ -1,4 +1,4 @@
-"""The judge of audits: what it takes for rounding, when it looks, and what follows."""
+"""The judge of audits: what counts as rounding, when it is measured, and what follows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {"embed": 400, "layer.weight": 300, "layer.bias": 20, "zero": 30}
 
 
 class Gradients:
-    """Random gradients of several tensors and their sketches; "zero" has one of rounding alone."""
+    """Random gradients of several tensors and their sketches; "zero" has rounding errors only."""
 
     def __init__(self, seed: int) -> None:
         self.random = numpy.random.default_rng(seed)
@@ -45,7 +45,7 @@ class Gradients:
         }
 
     def sketch(self, rounding: float, wrong: str = "", factor: float = 1.0) -> Sketch:
-        """One computation of them, with other errors of rounding; one tensor's may be wrong."""
+        """Return a sketch with new rounding errors; the tensor `wrong` is scaled by `factor`."""
         made = Sketch(loss=1.0)
         for name, true in self.true.items():
             size = max(numpy.linalg.norm(true), 1e-3 * self.largest)
@@ -101,7 +101,7 @@ def test_ranks_that_compute_another_gradient_are_told_from_rounding(seed: int) -
     other = gradients.sketch(1e-5, "embed", 1.05)
     noises = find_noises(own[0], own[1:])
     for every in ([own[0], other], [other, own[0]]):
-        assert compare_ranks(every) is not None  # which is a reason to measure
+        assert compare_ranks(every) is not None  # therefore rounding is measured
         found = compare_ranks(every, [noises, noises])
         assert found is not None
         assert found.name == "embed"
@@ -124,7 +124,7 @@ def test_a_gradient_that_only_the_trained_way_makes_nan_is_a_difference() -> Non
     found = compare(gradients.sketch(0.0), trained)
     assert found is not None
     assert found.name == "embed"
-    assert compare(trained, gradients.sketch(0.0)) is None  # the reference itself says nothing
+    assert compare(trained, gradients.sketch(0.0)) is None  # without repeats of the reference
 
 
 def test_parts_of_a_gradient_add_up() -> None:

@@ -1,4 +1,4 @@
-"""The settings that a loss is computed with: which changes are news."""
+"""Which changes of a loss's settings require a new audit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evener.torch.audit.settings import STILL, LossSettings  # noqa: E402
 
 
 class Layer(torch.nn.Linear):  # type: ignore[name-defined]
-    """A layer of the program's own, with a flag and a counter."""
+    """A layer defined by the program, with a flag and a counter."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -25,13 +25,13 @@ class Pace:
 
 
 class Holder:
-    """As a trainer, whose class has what all of its objects share."""
+    """An object such as a trainer, whose class has attributes that all of its instances share."""
 
     pace = Pace()
 
 
 def look(settings: LossSettings, times: int, model: Any, **given: Any) -> list[bool]:
-    """What several looks say, between which a counter goes on."""
+    """Return whether each of several checks finds a change, while a counter increases."""
     found = []
     for _ in range(times):
         model.calls += 1

@@ -1,5 +1,6 @@
-"""Simulated ranks without a plan, by the real rule: shares move where that pays, and stay where it
-can't.
+"""Simulated ranks without a plan, with the real rule for shares.
+
+Shares move if that pays, and stay if it can't.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ NOISES = {
     "quiet": Noise(0.01),
     "drifting": Noise(0.03, 0.02),
     "busy": Noise(0.05, 0.03, rare=0.02),
-    "very busy": Noise(0.02, 0.1),  # other programs come and go
+    "very busy": Noise(0.02, 0.1),  # other programs start and stop
 }
-ROW_S = 2.9e-4  # of a decoder with 34 M parameters on an H200
+ROW_S = 2.9e-4  # time per row of a decoder with 34 M parameters on an H200
 
 
 def gpus(*parts: float, **options: float) -> list[Device]:
-    """GPUs of which each has this part of the speed."""
+    """Return GPUs with these fractions of the full speed."""
     return [Device(ROW_S / part, **options) for part in parts]  # type: ignore[arg-type]
 
 
@@ -41,7 +42,7 @@ def test_equal_devices_keep_their_shares_for_1000_steps(noise: str) -> None:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_host_that_starts_kernels_too_slowly_moves_no_shares(noise: str) -> None:
-    """Nor does one that is slower than the others': its GPU waits for it with any rows."""
+    """Neither does a slower host: its GPU waits for it with any number of rows."""
     devices = [Device(5e-5, host_s=0.020), Device(5e-5, host_s=0.026)]
     for seed in SEEDS:
         assert train(devices, (64, 64), 1000, seed, NOISES[noise]).changes == 0
@@ -49,14 +50,14 @@ def test_a_host_that_starts_kernels_too_slowly_moves_no_shares(noise: str) -> No
 
 @pytest.mark.parametrize("noise", ["quiet", "drifting", "busy"])
 def test_own_work_that_hardly_goes_by_rows_moves_no_shares(noise: str) -> None:
-    """Of a small model on CPUs, where nothing but a change of rows could tell."""
+    """In a small model on CPUs, only a change of rows shows how compute time depends on rows."""
     devices = [Device(2e-5, fixed_s=each, on_gpu=False) for each in (0.020, 0.0205)]
     for seed in SEEDS:
         assert train(devices, (64, 64), 1000, seed, NOISES[noise]).changes == 0
 
 
 def test_own_work_that_hardly_goes_by_rows_is_seen_after_one_change() -> None:
-    """One rank's host is slower by 40 %, and nothing says so: shares aren't chased to and fro."""
+    """If one host is 40 % slower, shares don't oscillate."""
     devices = [Device(2e-5, fixed_s=each, on_gpu=False) for each in (0.020, 0.028)]
     for seed in SEEDS:
         ran = train(devices, (64, 64), 1000, seed, NOISES["quiet"])
@@ -67,7 +68,7 @@ def test_own_work_that_hardly_goes_by_rows_is_seen_after_one_change() -> None:
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_input_that_is_the_limit_moves_no_shares(noise: str, ahead: int) -> None:
-    """By workers, or by the loop itself, of which own work is a small part then."""
+    """The input comes from workers, or from the loop itself, which computes little."""
     devices = gpus(1, 0.9 if ahead == 0 else 0.7)
     for seed in SEEDS:
         ran = train(devices, (64, 64), 1000, seed, NOISES[noise], input_s=0.2, ahead=ahead)
@@ -88,7 +89,7 @@ def test_four_unequal_gpus_come_near_the_best_shares_within_60_steps(
 
 
 def test_memory_that_holds_little_more_bounds_a_share() -> None:
-    """The fastest GPU has room for 150 rows, at 80 % of its memory."""
+    """The fastest GPU's memory holds 150 rows, at 80 % of it."""
     devices = gpus(1, 0.6, 0.4, 0.25)
     devices[0] = devices[0]._replace(capacity_bytes=devices[0].bytes(150) / 0.8)
     for seed in SEEDS:
@@ -120,11 +121,11 @@ def test_a_device_that_slows_down_is_followed_and_one_that_flaps_is_not() -> Non
         assert ran.shares[slowed] == (64, 64)
         assert ran.shares[slowed + 40][0] >= 80
         flapped = train([other, other._replace(slowdown=flap)], (64, 64), 1000, seed)
-        assert flapped.changes <= 6  # of 20 times that it slows down, and 20 that it recovers
+        assert flapped.changes <= 6  # of 20 slowdowns and 20 recoveries
 
 
 def test_a_device_is_followed_on_a_machine_that_gets_slower_as_a_whole() -> None:
-    """What slows all ranks, now more and now less, hides nothing that slows one of them."""
+    """A slowdown of all ranks doesn't hide that of one rank."""
 
     def busy(at: float) -> float:
         return 2.5 + 1.5 * math.sin(at)

@@ -1,4 +1,4 @@
-"""Real ranks that train with one known cause each: it is named first."""
+"""Real ranks that train with one known cause of slowness each: it is named first."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tests.support.frameworks import skip_without
 skip_without("torch")
 pytestmark = pytest.mark.slow
 
-MOST_BY_CHANCE = 0.3  # of a plain training's step, on a machine that runs other tests
-MOST_STARVED = 0.12  # of the time without a core, beside which a cause can be seen
+MOST_BY_CHANCE = 0.3  # fraction of a plain run's step that may be named while other tests run
+MOST_STARVED = 0.12  # largest fraction of time without a core at which a cause can be seen
 
 
 def test_the_cause_is_named_first_and_plain_trainings_have_none(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """Where other programs take cores meanwhile, that is named too, makes ranks unequal, and hides
+    """Each cause is named first, and plain training runs have none.
+
+    If other programs take cores meanwhile, that is named too, makes ranks unequal, and hides
     sleeps.
     """
     from tests.support.caused_trainings import FIRST, PLAIN, read_record
@@ -57,5 +59,5 @@ def test_the_cause_is_named_first_and_plain_trainings_have_none(
             )
         else:
             assert LimitKind.INPUT not in [limit.kind for limit in limits[cause]]
-            # steps of milliseconds beside other tests: nothing large may be named
+            # steps take milliseconds and other tests run, so nothing large may be named
             assert all(limit.share <= MOST_BY_CHANCE for limit in limits[cause]), limits[cause]

@@ -1,4 +1,4 @@
-"""How the CPU is cut, and which CPUs there are to cut."""
+"""How the CPU is divided into slices, and which CPUs may be used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from evener.system.cores import (
 
 @st.composite
 def core_layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """Cores with one or two hardware threads, some masked out."""
+    """Draw cores with one or two hardware threads, some of them masked."""
     widths = draw(st.lists(st.integers(1, 2), min_size=1, max_size=24))
     cpus = iter(range(100))
     return tuple(tuple(next(cpus) for _ in range(width)) for width in widths)
@@ -66,7 +66,10 @@ def test_siblings_come_from_the_kernel_and_unknown_cpus_stand_alone(tmp_path: Pa
 
 
 def test_a_slice_is_certain_by_its_id_alone() -> None:
-    """As the devices room cuts it; nothing for what is no slice, or for more slices than CPUs."""
+    """The id gives the same slice as evener.devices.
+
+    There is none for other ids, or for more slices than CPUs.
+    """
     allowed = allowed_cpus()
     for count in range(1, len(allowed) + 1):
         sets = cut(core_groups(allowed), count)

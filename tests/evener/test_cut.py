@@ -13,7 +13,7 @@ shares = st.lists(st.integers(1, 5000), min_size=1, max_size=8)
 
 @given(shares, st.integers(0, 20_000), st.booleans())
 def test_every_row_goes_to_one_device(weights: list[int], rows: int, floors: bool) -> None:
-    """The boundaries rise from 0 to the batch's rows, whatever the batch."""
+    """The boundaries rise from 0 to the number of rows, for any batch."""
     edges = Cut(weights, floors).bounds(rows)
     assert edges[0] == 0
     assert edges[-1] == rows
@@ -23,20 +23,20 @@ def test_every_row_goes_to_one_device(weights: list[int], rows: int, floors: boo
 
 @given(shares)
 def test_the_plans_own_batch_is_cut_by_its_shares(weights: list[int]) -> None:
-    """At the global batch each device gets exactly its share."""
+    """At the global batch, each device gets exactly its share."""
     assert Cut(weights).sizes(sum(weights)) == tuple(weights)
 
 
 @given(shares, st.integers(0, 20_000))
 def test_a_short_batch_is_cut_in_proportion(weights: list[int], rows: int) -> None:
-    """No device is further than one row from its part."""
+    """No device is more than one row off its quota."""
     for size, weight in zip(Cut(weights).sizes(rows), weights, strict=True):
         assert abs(size - rows * weight / sum(weights)) <= 1
 
 
 @given(shares, st.integers(1, 20_000))
 def test_floors_are_those_of_multi_gpu_model(weights: list[int], rows: int) -> None:
-    """The seed's rule: the floor of each part, the rest to the last."""
+    """Each part is rounded down and the last gets the rest, as in the original multi_gpu_model."""
     floors = [rows * weight // sum(weights) for weight in weights[:-1]]
     assert Cut(weights, floors=True).sizes(rows) == (*floors, rows - sum(floors))
 
@@ -55,11 +55,11 @@ def test_floors_are_those_of_multi_gpu_model(weights: list[int], rows: int) -> N
 def test_ratios_mean_what_the_seed_meant(
     rows: int, ratios: list[float], sizes: tuple[int, ...]
 ) -> None:
-    """As multi_gpu_model(..., ratios=...) of jinkos/multi-gpus split them."""
+    """Ratios split like multi_gpu_model(..., ratios=...) of jinkos/multi-gpus."""
     assert Cut(ratios, floors=True).sizes(rows) == sizes
 
 
 def test_ratios_may_be_fractions() -> None:
-    """0.6 and 0.4 of 10 are 6 and 4."""
+    """Ratios 0.6 and 0.4 split 10 rows into 6 and 4."""
     assert Cut([0.6, 0.4]).sizes(10) == (6, 4)
     assert Cut([1 / 3, 2 / 3]).sizes(9) == (3, 6)

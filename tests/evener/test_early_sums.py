@@ -1,4 +1,4 @@
-"""Which gradients are summed behind the backward pass."""
+"""Which gradients are summed during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ tensors = st.lists(
 
 @given(tensors)
 def test_every_tensor_is_in_one_sum_of_its_type(given_: list[tuple[int, str]]) -> None:
-    """In the order of being ready, within a sum; at most two sums of a type."""
+    """Tensors are in the order in which they become ready; a type has at most two sums."""
     sums = divide_sums(given_)
     assert sorted(chain.from_iterable(sums)) == list(range(len(given_)))
     assert all(places == sorted(places) for places in sums)
@@ -29,7 +29,10 @@ def test_every_tensor_is_in_one_sum_of_its_type(given_: list[tuple[int, str]]) -
 def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(
     given_: list[tuple[int, str]],
 ) -> None:
-    """Of many bytes of one type; few are summed at once."""
+    """Of many bytes of one type, the last sum has a quarter, or only the last gradient.
+
+    Few bytes are summed at once.
+    """
     sizes = [size for size, _ in given_]
     sums = divide_sums([(size, "float32") for size in sizes])
     if sum(sizes) < WORTH_BYTES:
@@ -43,9 +46,7 @@ def test_what_waits_for_the_last_gradient_is_a_quarter_or_that_gradient_alone(
 
 @given(tensors, st.integers(1, 3))
 def test_nothing_waits_for_what_is_apart(given_: list[tuple[int, str]], apart: int) -> None:
-    """The last tensors change nothing in how the others are summed, unless all are few bytes in one
-    sum.
-    """
+    """The last tensors don't change how the others are summed, unless all fit into one sum."""
     figures = [(0, "float32")] * apart
     sums = divide_sums([*given_, *figures], apart)
     if sum(size for size, _ in given_) >= WORTH_BYTES:
@@ -55,8 +56,9 @@ def test_nothing_waits_for_what_is_apart(given_: list[tuple[int, str]], apart: i
 
 
 def test_dense_layers_are_summed_behind_the_convolutions_before_them() -> None:
-    """keras_maxer in short: the backward pass has the large dense layers first, then eight times
-    less.
+    """In the backward pass of keras_maxer, the large dense layers come first.
+
+    Eight times fewer bytes follow.
     """
     mib = 1 << 20
     assert divide_sums(
@@ -68,6 +70,6 @@ def test_dense_layers_are_summed_behind_the_convolutions_before_them() -> None:
 
 
 def test_a_large_first_layer_waits_alone() -> None:
-    """An embedding's gradient comes last; the others need not wait for it."""
+    """An embedding's gradient comes last, and the others don't wait for it."""
     mib = 1 << 20
     assert divide_sums([(4 * mib, "f"), (4 * mib, "f"), (90 * mib, "f")]) == [[0, 1], [2]]

@@ -1,4 +1,4 @@
-"""Which kinds of plan a training script can apply."""
+"""Which kinds of plans a training script can apply."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.support.launched_plan import make_plan
 
 
 def plan(kind: str, batches: tuple[int, ...], **layout: object) -> Plan:
-    """A plan of a kind on as many devices as there are batches."""
+    """Return a plan of this kind on as many devices as there are batches."""
     shares = tuple(Share(f"gpu-{i}", i, "A", 0, 0.0) for i in range(len(batches)))
     return make_plan(make_layout(kind, shares, batches, **layout))  # type: ignore[arg-type]
 
 
 def fit(of: Plan) -> tuple[str, ...]:
-    """What the check says, with nothing else known."""
+    """Return the result of the check when nothing else is known."""
     return check_fit(of, devices=None, world=None, workload_digest=None, strict=False)
 
 

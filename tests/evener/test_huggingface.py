@@ -1,7 +1,6 @@
-"""Trainings by transformers' and TRL's trainers under a plan end with the weights of the bare
-trainer in one process.
+"""transformers' and TRL's trainers under a plan end with the weights of one process.
 
-The rows of the tables in docs/training_huggingface.md.
+The programs are the rows of the tables in docs/training_huggingface.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 
 PROGRAMS = "tests.support.huggingface_programs"
-# shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
+# shares, and rows per pass: 3 to 1 passes, and 2 to 1 to 1
 TWO, THREE = (((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1)))
 THREE_RANKS = ("tokens", "resumed in other shards", "LoRA, resumed in other shards")
 NAMES = (
@@ -94,18 +93,18 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def expected(trainer_ranks: Run) -> Ended:
-    """What one process ended with, program by program."""
+    """Return the results of one process by program."""
     (found,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     return found
 
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Run, expected: Ended) -> list[tuple[str, Ended, Ended]]:
-    """(program, what one process ended with, what a rank did), for all."""
+    """Return (program, result of one process, result of a rank) for all programs and ranks."""
     found = []
     for (shares, micros), names in ((TWO, NAMES), (THREE, THREE_RANKS)):
         for rank in trainer_ranks(f"{PROGRAMS}.train_all", shares, micros, world=len(shares)):
-            assert len(rank.pop("threads")) == 1  # of a rank are all on its own cores
+            assert len(rank.pop("threads")) == 1  # all of a rank's threads are on its own cores
             assert set(rank) == set(names)
             found += [(name, expected[name], rank[name]) for name in names]
     return found
@@ -133,10 +132,10 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
         for mine, its in zip(rank["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=atol)
         assert rank["losses"][-1] == pytest.approx(expected["losses"][-1], abs=atol + 2e-6)
-        if "resumed" not in name:  # the trainer itself logs the mean since it was resumed
+        if "resumed" not in name:  # the trainer itself logs the mean since the resume
             assert rank["losses"] == pytest.approx(expected["losses"], abs=atol + 2e-6)
             assert rank["mean loss"] == pytest.approx(expected["mean loss"], abs=atol + 2e-6)
-            # its rate has three digits
+            # the rate has three digits
             assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)
         for figure in ("steps", "tokens", "total"):
             assert rank[figure] == expected[figure]
@@ -146,9 +145,9 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
             torch.testing.assert_close(rank["saved"][key], its, rtol=0, atol=1e-12)
         if "rebalanced" in name:
             assert rank["changes"] > 0
-        if name == "bf16, in shards":  # linear layers as autocast casts them, the rest not
+        if name == "bf16, in shards":  # linear layers are cast like in autocast, the rest isn't
             assert rank["gathered in"] == {torch.bfloat16, torch.float32}
-        if rank["predicted"] is not None:  # each row once
+        if rank["predicted"] is not None:  # each row occurs once
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
 
 
@@ -158,8 +157,9 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
 def test_two_gpus_learn_what_one_gpu_learns(
     gpu_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    """Llama computes its norms in float32: a rounding that falls otherwise is as large as the
-    bound.
+    """Two GPUs have the weights of one.
+
+    Llama computes its norms in float32, so another rounding may be as large as the bound.
     """
     ranks = gpu_ranks(f"{PROGRAMS}.train_all", *TWO, names)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -173,7 +173,7 @@ def test_two_gpus_learn_what_one_gpu_learns(
 
 
 def test_trl_learns_what_one_process_learns(trainer_ranks: Run) -> None:
-    """Its losses are float32 inside, and so is the bound."""
+    """TRL's losses are float32 internally, and so is the bound."""
     skip_without("trl", "peft", "datasets")
     (expected,) = trainer_ranks("tests.support.trl_programs.reference_all")
     for rank in trainer_ranks("tests.support.trl_programs.train_all", *TWO, world=2):
@@ -216,9 +216,7 @@ def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(na
 
 
 def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
-    """Also in a last batch with fewer rows than passes, where a row that doesn't count keeps
-    step.
-    """
+    """This includes a last batch with fewer rows than passes, which filler rows fill up."""
     (found,) = trainer_ranks(f"{PROGRAMS}.deal_passes")
     assert {rows for rows, _ in found} == set(range(9, 34))
     for rows, batches in found:
@@ -237,7 +235,7 @@ def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
 
 @pytest.fixture(scope="module")
 def exploded(trainer_ranks: Run) -> Ended:
-    """What one process ended with whose memory never ran out, program by program."""
+    """Return the results by program of one process whose memory never ran out."""
     (found,) = trainer_ranks("tests.support.huggingface_oom_programs.reference_all")
     return found
 

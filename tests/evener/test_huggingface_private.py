@@ -1,6 +1,4 @@
-"""Each name of transformers and TRL that evener uses and they don't promise is there, and does what
-it is used for.
-"""
+"""Each private name of transformers and TRL that evener uses exists and does what is expected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A Keras training whose gradient by shares isn't that of one device ends with a sentence, in the
-step in which that shows; an exact one may be audited in every step.
+"""Audits of Keras training with shares.
+
+If the gradient isn't that of one device, training ends with a message in the step in which that
+shows; an exact program may be audited in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tests.support.keras_start import Answers
 skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-# by engine: the steps that are trained before the audit that sees it, and a part of the sentence
+# by engine: the steps before the audit that finds the difference, and a part of the message
 HIDDEN = {
     "towers": {
         "a global": (0, "kernel"),
@@ -43,12 +45,12 @@ EXACT = {
     "passes": ["activity and weight regularizers", "state: rows", "loss of a second call"],
     "multiworker": ["ignore_class", "BatchNormalization", "pooler, AdamW"],
 }
-RANDOM = ("Dropout, GaussianNoise, a state", "BatchNormalization")  # learned otherwise by design
+RANDOM = ("Dropout, GaussianNoise, a state", "BatchNormalization")  # different by design
 
 
 @pytest.fixture(scope="module")
 def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
-    """What became of an engine's programs."""
+    """Return the results of an engine's programs."""
 
     def ask(engine: str) -> list[Any]:
         roles = ("worker",) * 2 if engine == "multiworker" else ()
@@ -64,7 +66,7 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
 def test_a_training_ends_before_it_learns_what_it_should_not(
     answers: Answers, engine: str, program: str
 ) -> None:
-    """The sentence is the same in all processes."""
+    """The message is the same in all processes."""
     steps, words = HIDDEN[engine][program]
     for found in answers(engine):
         assert words in found[program]["said"]
@@ -74,8 +76,9 @@ def test_a_training_ends_before_it_learns_what_it_should_not(
 def test_an_audit_changes_nothing_for_other_models_and_threads(
     keras_ranks: Callable[..., list[Any]],
 ) -> None:
-    """Equal draws are those of the thread that audits, averages those of the audited model; and a
-    user's own function may be called clone_model.
+    """An audit affects only its own thread's random numbers and its own model's averages.
+
+    A user's own function may be called clone_model.
     """
     (found,) = keras_ranks("tests.support.keras_audits.look_beside")
     assert found["audit"] == [True, True, False]
@@ -90,7 +93,7 @@ def test_an_audit_changes_nothing_for_other_models_and_threads(
 def test_audits_of_exact_programs_find_nothing_and_leave_nothing(
     answers: Answers, engine: str, program: str
 ) -> None:
-    """Six audits each, and the training ends with plain Keras' weights."""
+    """After six audits, the training run ends with plain Keras' weights."""
     first, *others = answers(engine)
     for found in (first, *others):
         assert found[program]["verdict"] == "trained", found[program]["said"]

@@ -1,8 +1,8 @@
-"""A split learns what one device learns: weights and logs after two epochs, in float64, against
-Keras alone.
+"""A split has the weights and logs of one device after two epochs in float64.
 
-Each engine has processes of its own, forked from one that has imported Keras; a test reads what its
-engine's found. Models as users write them are in the last part.
+It is compared with plain Keras. Each engine has its own processes, forked from one that has
+imported Keras; a test reads the results of its engine. The last part has models as users write
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
-ROLES = {"group of 2": ("chief", "worker"), "group of 3": ("worker",) * 3}  # of TensorFlow's groups
+ROLES = {
+    "group of 2": ("chief", "worker"),
+    "group of 3": ("worker",) * 3,
+}  # roles of the processes in TensorFlow's groups
 EVERY_WAY = "assigned, validated, single samples and batches, instance"
 RATIOS = "momentum, class weights, one row, ratios form"
 TOWERS = [
@@ -41,7 +44,7 @@ TOWERS = [
 def proofs(
     keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    """What each engine's processes found."""
+    """Return the results of each engine's processes."""
     folder = str(tmp_path_factory.mktemp("keras"))
 
     def prove(name: str) -> list[Any]:
@@ -55,9 +58,7 @@ def proofs(
 
 @pytest.mark.parametrize("case", TOWERS)
 def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Weights within 1e-12 after two epochs with a short last batch; what fit reports within 1e-12
-    too.
-    """
+    """Weights and fit's logs are within 1e-12 after two epochs with a short last batch."""
     found = proofs("towers")[0][case]
     assert found["weights"] <= 1e-12
     assert found["logs"] <= 1e-12
@@ -72,8 +73,9 @@ def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
     ],
 )
 def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: str) -> None:
-    """Weights and logs within 1e-12, and the same in all processes: clipping and accumulation
-    included.
+    """Weights and logs are within 1e-12 and the same in all processes.
+
+    This includes clipping and accumulation.
     """
     first, *others = proofs(group)
     assert first["engine"] == "multiworker"
@@ -84,10 +86,11 @@ def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: s
 
 @pytest.mark.parametrize("case", ["forced", "by rule"])
 def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Within 1e-12 after 24 steps or 140: with changes after every fifth, weights, clipped; and as
-    the rule says.
+    """Results are within 1e-12 although shares change.
 
-    Three begin with shares 15, 6, 3 in 5, 1 and 2 passes of a plan that leaves a fourth device out.
+    They change after every fifth of 24 steps, with weights and clipping, or by the rule in 140
+    steps. Three processes start with shares 15, 6, 3 in 5, 1 and 2 passes of a plan that leaves a
+    fourth device out.
     """
     first, *others = (found[case] for found in proofs("group of 3"))
     assert first["weights"] <= 1e-12
@@ -96,8 +99,9 @@ def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any,
 
 
 def test_a_slow_process_loses_rows_and_gets_them_back(proofs: Any) -> None:
-    """Slow from step 60 to 109. All decide the same, and the first process says why; the monitor
-    sees the shares in force.
+    """A process that is slow from step 60 to 109 loses rows and gets them back.
+
+    All processes decide the same, and the first one says why; the monitor shows the current shares.
     """
     every = [found["by rule"] for found in proofs("group of 3")]
     for found in every:
@@ -112,7 +116,7 @@ def test_a_slow_process_loses_rows_and_gets_them_back(proofs: Any) -> None:
 
 
 def test_a_group_of_which_one_rebalances_is_refused_in_every_process(proofs: Any) -> None:
-    """Else it would cut batches otherwise than the others."""
+    """Otherwise that process would split batches differently."""
     said = (
         "RequestError: Rank 1 has rebalance=True, rank 0 has rebalance=False. Give every "
         "process the same."
@@ -122,10 +126,10 @@ def test_a_group_of_which_one_rebalances_is_refused_in_every_process(proofs: Any
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_sums_each_tensor_whatever_was_summed_before(proofs: Any, size: int) -> None:
-    """Two types, and lengths that come and go: each is settled between the processes once, under
-    its own key.
+    """Tensors of two types and changing lengths are summed correctly.
 
-    int32, which TensorFlow doesn't sum over GPUs, goes as int64.
+    Each kind is negotiated between the processes once, under its own key. int32, which TensorFlow
+    doesn't sum over GPUs, is sent as int64.
     """
     for found in proofs(f"group of {size}"):
         assert found["sums"]["found"] == found["sums"]["right"]
@@ -139,7 +143,7 @@ def test_processes_shuffle_in_the_same_order(proofs: Any) -> None:
 
 
 def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
-    """In an order that changes by epoch and is the same for the same seed."""
+    """The order changes by epoch and is the same for the same seed."""
     found = proofs("towers")[0]["epoch rows"]
     assert found == {
         "complete": True,
@@ -151,8 +155,9 @@ def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
 
 @pytest.mark.parametrize("case", ["masked", "weighted"])
 def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str) -> None:
-    """Weights and figures, a validation's too, with means over tokens, clipping and a short last
-    batch.
+    """Rows assigned by length give the same weights, logs and validation results.
+
+    This includes means over tokens, clipping and a short last batch.
     """
     found = proofs("towers")[0]["lengths"][case]
     assert found["weights"] <= 1e-12
@@ -160,8 +165,9 @@ def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str)
 
 
 def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) -> None:
-    """Over three devices, shuffled; 23 % of the steps are words, and one device would compute
-    nearly all of them.
+    """Over three devices, shuffled rows assigned by length occur once, with little padding.
+
+    23 % of all steps are words, and one device would compute nearly all of them.
     """
     found = proofs("towers")[0]["lengths"]["computed"]
     assert found["once"]
@@ -188,13 +194,14 @@ def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) ->
     ],
 )
 def test_rows_whose_padding_would_count_are_refused(proofs: Any, case: str, said: str) -> None:
-    """Each before a step, in a sentence."""
+    """Each case is refused with a message before a step."""
     assert said in proofs("towers")[0]["lengths"]["refused"][case]
 
 
 def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
-    """BatchNormalization's moving mean is that of the whole batch; its variance lacks the spread
-    between devices.
+    """BatchNormalization's moving mean is that of the whole batch.
+
+    Its variance lacks the spread between devices.
     """
     found = proofs("towers")[0]["batch normalization"]
     assert found["mean"] <= 1e-12
@@ -202,23 +209,22 @@ def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
 
 
 def test_fit_traces_its_step_once(proofs: Any) -> None:
-    """Variables of optimizer and metrics are made before it: TensorFlow traces a step twice that
-    makes some. An audit makes two graphs more.
+    """The step is traced once, because the variables of optimizer and metrics exist before.
+
+    TensorFlow would trace a step twice that creates variables. An audit adds two graphs.
     """
     assert proofs("towers")[0]["batch normalization"]["traces"] == 1 + 2
 
 
 def test_every_device_does_its_own_heavy_work(proofs: Any) -> None:
-    """Forward and backward of each share are placed on its device, not drawn onto the first."""
+    """Forward and backward operations of each share are placed on its device, not on the first."""
     found = proofs("towers")[0]["placed"]
     for kind in ("Conv2D", "Conv2DBackpropFilter", "MaxPool", "MaxPoolGrad", "MatMul"):
         assert {"CPU:0", "CPU:1", "CPU:2"} <= set(found[kind]), kind
 
 
 def test_loss_scaling_stays_whole(proofs: Any) -> None:
-    """Half precision stays near one device; an overflow on one device alone skips the step on
-    all.
-    """
+    """Half precision stays near one device; an overflow on one device skips the step on all."""
     found = proofs("towers")[0]["half"]
     assert found["near"] < 0.02
     assert found["kept"] == 0
@@ -226,9 +232,7 @@ def test_loss_scaling_stays_whole(proofs: Any) -> None:
 
 
 def test_a_training_reports_itself(proofs: Any) -> None:
-    """Each device that computes with its share, while it trains; nothing is left when it has
-    ended.
-    """
+    """The report has each device with its share during training, and is removed afterwards."""
     found = proofs("towers")[0]["reported"]
     assert found["devices"] == [["cpu-0-of-3", 20], ["cpu-2-of-3", 4]]
     assert found["framework"] == "tensorflow"
@@ -237,8 +241,9 @@ def test_a_training_reports_itself(proofs: Any) -> None:
 
 
 def test_limits_and_processes_that_a_training_does_not_have_are_said_once(proofs: Any) -> None:
-    """Each limited device that computes with its limit, and what follows; also an engine that was
-    asked for.
+    """A message names each device with a limit, and the consequence.
+
+    A requested engine that wasn't used is reported, too.
     """
     said, apart, asked = proofs("towers")[0]["limits"]
     assert asked == (
@@ -250,8 +255,9 @@ def test_limits_and_processes_that_a_training_does_not_have_are_said_once(proofs
 
 
 def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any) -> None:
-    """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted,
-    unless data are fewer.
+    """Batches of another size than the plan's are reported once per model.
+
+    They may come from arrays or from a dataset; data with fewer rows count, too.
     """
     small, first, arrays, dataset, second = proofs("towers")[0]["noted"]
     assert first == second == "turn"
@@ -261,7 +267,7 @@ def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any) -> None:
 
 
 def test_towers_draw_fresh_numbers(proofs: Any) -> None:
-    """Dropout's state moves on in each step."""
+    """Dropout's state advances in each step."""
     found = proofs("towers")[0]["dropout"]
     assert found["seeds"] >= 1
     assert found["moved"] == 1
@@ -269,27 +275,25 @@ def test_towers_draw_fresh_numbers(proofs: Any) -> None:
 
 
 def test_the_model_is_saved_as_the_users_own(proofs: Any) -> None:
-    """Loaded without evener's classes, it predicts the same."""
+    """The saved model is loaded without evener's classes and predicts the same."""
     found = proofs("towers")[0][RATIOS]["saved"]
     assert found["predict"] <= 1e-12
     assert found["plain"] == 1
 
 
 def test_ratios_mean_what_they_meant(proofs: Any) -> None:
-    """768:560 of 100 samples are 57 and 43."""
+    """Ratios 768:560 split 100 samples into 57 and 43."""
     assert proofs("towers")[0][RATIOS]["first"] == 57
 
 
 def test_devices_draw_their_own_numbers_in_passes(proofs: Any) -> None:
-    """No two start from the same seed."""
+    """No two devices start from the same seed."""
     seeds = proofs("towers")[0]["seeds"]
     assert len({tuple(seed) for seed in seeds}) == 3
 
 
 def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
-    """Losses that aren't means over rows, steps outside a graph, and a strategy that takes whole
-    shares.
-    """
+    """Eager steps, strategies without passes, and losses other than means over rows are refused."""
     found = proofs("towers")[0]["refused in passes"]
     assert len(found) == 4
     for words in found.values():
@@ -298,8 +302,9 @@ def test_what_passes_cannot_put_together_is_refused(proofs: Any) -> None:
 
 
 def test_statistics_over_a_pass_are_said(proofs: Any) -> None:
-    """Beside what is said of every split; one device in passes is one, as Keras' own step takes the
-    whole share.
+    """Statistics per pass are reported, in addition to the messages of every split.
+
+    A single device in passes counts, because Keras' own step takes the whole share.
     """
     assert proofs("towers")[0]["engine of one in passes"] == "towers"
     said = proofs("towers")[0]["said of passes"]
@@ -312,7 +317,7 @@ TRAINED: dict[str, set[str]] = {"towers": {"xla"}, "group of 2": set()}
 
 @pytest.mark.parametrize(("engine", "trained"), TRAINED.items())
 def test_what_an_engine_cannot_do_is_refused(proofs: Any, engine: str, trained: set[str]) -> None:
-    """Before the first step, in a sentence with a remedy; everything else that was tried runs."""
+    """It is refused before the first step with a message and a hint; everything else runs."""
     for process in proofs(engine):
         found = process["refusals"]
         assert {name for name, words in found.items() if not words} == trained
@@ -325,8 +330,9 @@ WARNED = {"towers": {"normalization"}, "group of 2": {"normalization"}}
 
 @pytest.mark.parametrize("engine", WARNED)
 def test_what_an_engine_does_otherwise_is_warned_of(proofs: Any, engine: str) -> None:
-    """In one sentence before the first step; XLA is switched off silently, as no split can use
-    it.
+    """One sentence before the first step warns of it.
+
+    XLA is disabled silently, as no split can use it.
     """
     for process in proofs(engine):
         found = process["warned"]
@@ -357,7 +363,7 @@ def test_what_an_engine_does_otherwise_is_warned_of(proofs: Any, engine: str) ->
     ],
 )
 def test_a_split_that_cannot_be_is_refused(proofs: Any, request_: str, says: str) -> None:
-    """The value that is wrong stands in the sentence."""
+    """The message has the wrong value."""
     assert says in proofs("towers")[0]["requests"][request_]
 
 
@@ -367,7 +373,7 @@ def test_a_plan_by_hand_was_measured_in_no_precision(proofs: Any) -> None:
 
 @pytest.fixture(scope="module")
 def found(proofs: Any) -> dict[str, Any]:
-    """What each process did with models as users write them."""
+    """Return the results of each process for models as users write them."""
     processes = [*proofs("towers"), *proofs("group of 2")]
     return dict(
         zip(("towers", "chief", "worker"), (each["users"] for each in processes), strict=True)
@@ -389,11 +395,11 @@ def found(proofs: Any) -> dict[str, Any]:
 def test_a_split_does_with_a_users_model_what_one_device_does(
     found: Any, process: str, case: str
 ) -> None:
-    """A model instead of a function, with steps, losses and metrics of its own, inside layers too;
-    sparse rows.
+    """A split gives one device's results for models as users write them.
 
-    Pipelines of single samples or of batches of another size; validation by a PyDataset; single
-    batches.
+    The models have their own steps, losses and metrics, also in layers, and sparse rows; or are
+    passed instead of a function. Pipelines yield single samples or batches of another size;
+    validation is by a PyDataset; single batches are trained on.
     """
     assert found[process][case]["weights"] <= 1e-12
     assert found[process][case]["logs"] <= 1e-12
@@ -401,28 +407,30 @@ def test_a_split_does_with_a_users_model_what_one_device_does(
 
 @pytest.mark.parametrize("case", ["own predict", "added, sparse", EVERY_WAY])
 def test_a_worker_has_what_its_chief_has(found: Any, case: str) -> None:
-    """TF_CONFIG with a chief and a worker; the same weights and figures, a single row in a batch
-    included.
+    """With a chief and a worker in TF_CONFIG, both have the same weights and logs.
+
+    This includes a batch of a single row.
     """
     assert [found[kind]["rank"] for kind in ("chief", "worker")] == [0, 1]
     assert found["chief"][case]["learned"] == found["worker"][case]["learned"]
 
 
 def test_a_dataset_becomes_global_batches(found: Any) -> None:
-    """Of single samples, vectors as long as their labels too, or of batches of another size, static
-    or not.
+    """Single samples, or batches of any static or dynamic size, become global batches.
+
+    Samples may be vectors as long as their labels.
     """
     assert found["towers"]["batch sizes"] == [[24, 24, 1]] * 3
     assert found["towers"]["rows"] == [20, 20]
 
 
 def test_fit_shows_keras_own_signature(found: Any) -> None:
-    """An editor completes its arguments."""
+    """An editor can complete the arguments of fit."""
     assert found["towers"]["signatures"]
 
 
 def test_readme_and_docs_show_one_form() -> None:
-    """The form that warns of nothing."""
+    """The documented form gives no warning."""
     assert 'Split("plan.toml").build(build)' in (ROOT / "README.md").read_text()
     text = (ROOT / "docs" / "training.md").read_text()
     assert "model = split.build(make_model)  # " in text
@@ -430,14 +438,15 @@ def test_readme_and_docs_show_one_form() -> None:
 
 
 def test_fit_as_documented_warns_of_nothing(found: Any) -> None:
-    """Neither arrays nor split.data."""
+    """Neither arrays nor split.data give a warning."""
     assert found["towers"]["documented"] == []
 
 
 @pytest.mark.parametrize("way", ["clone_model", "clone_model functional", "deepcopy", "pickle"])
 def test_a_copy_that_is_not_split_is_warned_of(found: Any, way: str) -> None:
-    """Once, with the remedy; saving, after which everybody expects a plain model, warns of
-    nothing.
+    """A copied model gives one warning with a hint.
+
+    Saving, which gives a plain model, gives none.
     """
     (said,) = found["towers"]["copies"][way]
     assert "trains on one device: pass the copy to split.model()" in said
@@ -445,34 +454,37 @@ def test_a_copy_that_is_not_split_is_warned_of(found: Any, way: str) -> None:
 
 
 def test_each_prediction_draws_fresh_numbers(found: Any) -> None:
-    """A model that samples doesn't give the same noise again."""
+    """A model that samples doesn't repeat its noise."""
     assert found["towers"]["fresh noise"] > 0.01
 
 
 def test_a_report_counts_the_batch_that_is_fitted(found: Any) -> None:
-    """Not the split's own, where fit is given another, and rows of a short batch; and the CPU isn't
-    taken for a GPU of that number.
+    """The report counts the batch passed to fit, and the rows of a short batch.
+
+    The CPU isn't taken for the GPU of the same number.
     """
     reported = found["towers"]["reported"]
     assert reported["samples"] == [16, 16, 16, 1] * 2
-    assert reported["pairs"] == [32, 32] * 2  # Keras cuts these, and the short batch counts whole
+    assert (
+        reported["pairs"] == [32, 32] * 2
+    )  # Keras splits these, and the short batch counts as a full one
     assert reported["dataset"] == [24, 24, 24] * 2
     assert reported["devices"] == ["cpu:0", "cpu:1"]
 
 
 def test_splits_of_a_process_share_its_group(found: Any) -> None:
-    """Another strategy would reset the sums that a faster process has begun."""
+    """Another strategy would reset the sums that a faster process has started."""
     assert [found[kind]["one group"] for kind in ("chief", "worker")] == [True, True]
 
 
 def test_the_first_process_of_a_group_reports_for_all(found: Any) -> None:
-    """Each batch of 24, and the single row that is left."""
+    """The report has each batch of 24, and the single remaining row."""
     assert found["chief"]["reported"] == [24, 24, 1] * 2
     assert found["worker"]["reported"] == []
 
 
 def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None:
-    """ "/device:CPU:0" and "cpu:2" as well as "CPU:0"."""
+    """ "/device:CPU:0" and "cpu:2" are valid like "CPU:0"."""
     assert found["towers"]["named"] == ["CPU:0", "CPU:1", "CPU:2"]
 
 
@@ -501,5 +513,5 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
 def test_what_a_split_would_do_otherwise_is_refused(
     found: Any, engine: str, case: str, says: str
 ) -> None:
-    """In a sentence; a layer inside a layer of the user's own is seen too."""
+    """It is refused with a message, also for a layer inside a user's own layer."""
     assert says in found[engine]["refusals"][case]

@@ -1,4 +1,4 @@
-"""The Keras examples run as they stand, with small sizes."""
+"""The unchanged Keras examples run with small sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_the_recurrent_experiment_gives_its_table(keras_ranks: Callable[..., list[Any]]) -> None:
-    """In float64 one device and two have the same accuracies, of which three digits are printed."""
+    """In float64, one device and two have the same accuracies to the three printed digits."""
     words = [
         "--units",
         "4",
@@ -48,8 +48,9 @@ def test_the_recurrent_experiment_gives_its_table(keras_ranks: Callable[..., lis
 def test_training_by_a_plan_reaches_its_steps(
     keras_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """As evener launch starts it, a process for each slice, in passes: as many steps as the plan's
-    figure gives.
+    """Under evener launch, training makes as many steps as the plan's speed gives.
+
+    There is one process per slice, with several passes.
     """
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     layout = make_layout("split", shares, (20, 12), micros=(7, 12), engine="multiworker")

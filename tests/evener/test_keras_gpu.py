@@ -1,4 +1,4 @@
-"""A split over two real GPUs learns what one learns; left out where there aren't two."""
+"""A split over two real GPUs has the weights of one; skipped without two GPUs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ SECONDS = 550
 
 
 def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
-    """Within what GPUs' own order of sums leaves of float64; each does its own heavy work; GPU 1
-    can train alone.
+    """Weights are equal up to float64 rounding; each GPU computes its own share.
+
+    GPU 1 can train alone.
     """
     (found,) = read_all([start(SCRIPT, "towers on gpus", str(tmp_path))], SECONDS)
     for case in ("adam L2", "momentum one row"):
@@ -35,8 +36,9 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
 
 
 def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> None:
-    """Gradients, metrics and first weights summed by NCCL, in uneven shares, with a short last
-    batch.
+    """NCCL sums gradients, metrics and initial weights.
+
+    The shares are uneven, and the last batch is short.
     """
     gpus = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     processes = start_group(

@@ -1,6 +1,4 @@
-"""A group of two processes does with a user's callbacks, metrics and data what one process does, in
-float64.
-"""
+"""Two processes treat a user's callbacks, metrics and data like one process, in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ CASES = [
 def proofs(
     keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    """What each of two processes found."""
+    """Return the results of each of two processes."""
     folder = str(tmp_path_factory.mktemp("group"))
     prove = "tests.support.keras_group_programs.prove"
     return Answers(lambda _: keras_ranks(prove, folder, roles=("worker", "worker")))
@@ -41,8 +39,9 @@ def proofs(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
-    """Weights and all that a program reads, within 1e-12; the second process has the same to the
-    last bit.
+    """Weights and all values that a program reads are within 1e-12.
+
+    Both processes have bitwise the same.
     """
     first, second = (found[case] for found in proofs("group"))
     assert first["weights"] <= 1e-12
@@ -51,15 +50,15 @@ def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
 
 
 def test_no_code_that_tensorflow_writes_is_left(proofs: Any) -> None:
-    """AutoGraph's files of evener's own functions, which a process that is killed would leave in
-    /tmp.
-    """
+    """AutoGraph leaves no files of evener's functions in /tmp, as a killed process would."""
     assert [found["left"] for found in proofs("group")] == [[], []]
 
 
 def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
-    """All of them: by arrays before the first step, by datasets after the first batch or epoch
-    whose labels differ.
+    """All processes refuse them.
+
+    Arrays are compared before the first step, datasets after the first batch or epoch with other
+    labels.
     """
     for found in proofs("group"):
         refused = found["refused"]
@@ -69,7 +68,7 @@ def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
 
 
 def test_another_engine_than_the_measured_one_is_said(proofs: Any) -> None:
-    """By the first process."""
+    """The first process reports it."""
     said = (
         "The plan was measured with engine='towers', this is 'multiworker': expect other samples/s."
     )
@@ -79,7 +78,7 @@ def test_another_engine_than_the_measured_one_is_said(proofs: Any) -> None:
 
 
 def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
-    """Where the whole batch's gradient overflows a half, and only there."""
+    """It falls exactly when the whole batch's gradient overflows float16."""
     first, second = (found["half"] for found in proofs("group"))
     many, one = first["scales"]
     assert first["apart"] < 0.02
@@ -90,8 +89,9 @@ def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
 def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_it_was_not(
     keras_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """The note of the second epoch was written, its weights weren't: three epochs are left, and
-    files are whole.
+    """Three epochs remain if the kill came between the second epoch's note and its weights.
+
+    The files are complete.
     """
     program = "tests.support.keras_group_programs.killed", str(tmp_path)
     with pytest.raises(AssertionError):
@@ -110,7 +110,7 @@ def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_
 
 
 def test_a_process_that_fails_ends_the_others(keras_ranks: Callable[..., list[Any]]) -> None:
-    """It lives on, so without a word from it the others would wait for its sums without end."""
+    """Otherwise the others would wait for its sums forever, as the failed process doesn't exit."""
     program = "tests.support.keras_group_programs.fail_in_one"
     first, second = keras_ranks(program, roles=("worker", "worker"))
     assert second["kind"] == "ValueError"

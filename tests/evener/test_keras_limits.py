@@ -1,4 +1,4 @@
-"""A fit's report names what limits its steps."""
+"""A fit's report names the limit of its steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_the_slow_part_of_a_fit_is_named_first(
     keras_ranks: Callable[..., list[Any]], part: str
 ) -> None:
-    """It takes 20 ms in each step, and everything else a few."""
+    """The part takes 20 ms of each step, and everything else a few ms."""
     (found,) = keras_ranks("tests.support.keras_limits.train", part)
     assert found["limits"][:1] == [part], found
 
 
 def test_a_group_tells_each_process_own_work(keras_ranks: Callable[..., list[Any]]) -> None:
-    """The first process reports it for all, with what each waits for the others."""
+    """The first process reports for all, including each process's waiting."""
     first, _ = keras_ranks("tests.support.keras_limits.train", "between", roles=("worker",) * 2)
     assert first["limits"][0] == "between"
     assert len(first["devices"]) == 2

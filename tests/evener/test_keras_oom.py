@@ -1,5 +1,6 @@
-"""Passes of a Keras group that run out of memory are computed again; float64, with errors raised in
-the graph.
+"""A Keras group retries passes that run out of memory.
+
+Training is in float64, with errors raised in the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 def found(
     keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], list[Any]]:
-    """What each of two processes found."""
+    """Return the results of each of two processes."""
     folder = str(tmp_path_factory.mktemp("oom"))
     prove = "tests.support.keras_oom_programs.prove"
     answers = Answers(lambda _: keras_ranks(prove, folder, roles=("worker", "worker")))
@@ -28,8 +29,10 @@ def found(
 
 
 def test_nothing_is_lost_or_taken_twice(found: Any) -> None:
-    """Beside one device: forward and backward, the first, the last and later passes, both
-    processes, short batches.
+    """Results are those of one device.
+
+    Errors occur forward and backward, in the first, last and other passes, on both processes, and
+    in short batches.
     """
     first, second = (each["two heads"] for each in found())
     assert first["weights"] <= 1e-12
@@ -43,8 +46,10 @@ def test_nothing_is_lost_or_taken_twice(found: Any) -> None:
 def test_what_depends_on_draws_and_states_is_as_with_the_same_passes_from_the_start(
     found: Any,
 ) -> None:
-    """Dropout, BatchNormalization, a loss that counts; a scale of losses that moves; weights of
-    rows; XLA asked for.
+    """The results are those of the smaller passes from the start.
+
+    This includes dropout, BatchNormalization, losses with a state, loss scaling, sample weights and
+    XLA.
     """
     first, second = (each["everything"] for each in found())
     for own in (first, second):
@@ -54,7 +59,7 @@ def test_what_depends_on_draws_and_states_is_as_with_the_same_passes_from_the_st
 
 
 def test_a_retreat_is_said(found: Any) -> None:
-    """By its own process, in the one line that PyTorch's has."""
+    """The process itself prints the same line as in PyTorch."""
     first, second = (each["everything"] for each in found())
     (one,), (other,) = first["said"], second["said"]
     assert "(cpu-0-of-2) ran out of memory at step 1: passes of 6 -> 3 rows" in one
@@ -62,8 +67,9 @@ def test_a_retreat_is_said(found: Any) -> None:
 
 
 def test_smaller_passes_are_kept_and_larger_ones_tried_again(found: Any) -> None:
-    """After two clean steps here; a row that never fits ends the training without a step, naming
-    rank and rows.
+    """Larger passes are tried again after two successful steps here.
+
+    A row that never fits ends training without a step, naming rank and rows.
     """
     grown, second = (each["grown"] for each in found())
     assert grown["rows"] == [[6, *[3] * 4], [3] * 4, [3] * 4, [6, *[3] * 4], [2, 3], [3] * 4]
@@ -76,8 +82,9 @@ def test_smaller_passes_are_kept_and_larger_ones_tried_again(found: Any) -> None
 
 
 def test_what_cannot_be_computed_again_ends_in_a_sentence(found: Any) -> None:
-    """An optimizer that has no room, whose weights may have changed; a share that takes no
-    passes.
+    """An optimizer without memory, which may have changed weights, ends training with a message.
+
+    So does a share that can't be computed in passes.
     """
     for rank, each in enumerate(found()):
         assert f"Rank {rank} ran out of memory when it updated the weights" in each["update"]
@@ -86,6 +93,6 @@ def test_what_cannot_be_computed_again_ends_in_a_sentence(found: Any) -> None:
 
 
 def test_towers_end_with_tensorflows_error(keras_ranks: Callable[..., Any]) -> None:
-    """As docs/training.md says: fit can be called again."""
+    """As docs/training.md says, fit can be called again."""
     (seen,) = keras_ranks("tests.support.keras_oom_programs.towers")
     assert seen == {"said": "ResourceExhaustedError", "trained": 10}

@@ -1,4 +1,4 @@
-"""Options of `compile` and `fit` do with an engine what the table in docs/training.md says."""
+"""Options of `compile` and `fit` behave with each engine like the table in docs/training.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP, ONE_PROCESS = ["multiworker"], ["towers", "passes"]
 
 
 def read_table() -> dict[str, dict[str, str]]:
-    """By option, the first word of each engine's cell."""
+    """Return the first word of each engine's cell by option."""
     _, _, section = PAGE.read_text().partition("### Options of `compile` and `fit`")
     table, _, _ = section.partition("\n### ")
     row = r"^\| `(\w+)[^|]*\| (.+?) \| (.+?) \| (.+?) \|$"
@@ -39,7 +39,7 @@ TABLE = read_table()
 
 @pytest.fixture(scope="module")
 def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
-    """What became of the options in the engines of a group, and in those of one process."""
+    """Return the results of the options in engines of a group and of one process."""
 
     def ask(name: str) -> list[Any]:
         engines = GROUP if name == "group" else ONE_PROCESS
@@ -50,7 +50,7 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
 
 
 def find_answers(answers: Answers, engine: str) -> list[Any]:
-    """What became of an engine's options, by process."""
+    """Return the results of an engine's options by process."""
     processes = answers("group" if engine in GROUP else "one process")
     return [process[engine] for process in processes]
 
@@ -64,7 +64,7 @@ def test_the_page_has_every_option_and_no_other(answers: Answers, engine: str) -
     ("engine", "option"), [(engine, option) for engine in ENGINES for option in TABLE]
 )
 def test_an_option_does_what_the_page_says(answers: Answers, engine: str, option: str) -> None:
-    """Weights, losses and metrics within 1e-9 of plain Keras with the same option, or refused."""
+    """Weights, losses and metrics are within 1e-9 of plain Keras, or the option is refused."""
     said = TABLE[option][engine]
     first, *others = [process[option] for process in find_answers(answers, engine)]
     assert first["verdict"] == said, first

@@ -1,8 +1,7 @@
-"""Programs of Keras' users are learned as by one device, or refused in a sentence before the first
-step.
+"""Keras users' programs learn the same as on one device, or are refused before the first step.
 
-A sample of what `python -m benchmarks.keras_programs` tries, in float64, with a last batch of one
-row.
+A sample of the programs of `python -m benchmarks.keras_programs`, in float64, with a last batch of
+one row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.support.keras_start import Answers
 skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-EXACT, TRAINED = "exact", "trained"  # as plain Keras, or by other random numbers
+EXACT, TRAINED = "exact", "trained"  # like plain Keras, or with other random numbers
 NO_MEAN, ACROSS = "isn't the mean of its parts' losses", "the other rows"
 GRAPH = "rows can't be computed alone"
 FIGURE = "The figure 'errors' of the same rows"
@@ -94,13 +93,13 @@ SAMPLES = {
         **REFUSED_IN_GROUPS,
     },
 }
-# their audits, which take half of the time, are those of towers but for passes and the exchange of
-# rows, which test_keras_audit.py has
+# their audits, which take half of the time, are those of towers except for passes and exchanged
+# rows, which test_keras_audit.py tests
 UNAUDITED = {
     engine: [name for name, expected in SAMPLES[engine].items() if expected in (EXACT, TRAINED)]
     for engine in ("passes", "multiworker", "multiworker in passes")
 }
-WARNED = {  # trained, and what is said of it
+WARNED = {  # trained, with this warning
     "passes": {
         "own metric in compute_loss": FIGURE,
     },
@@ -117,7 +116,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
-    """What became of the programs of the engines of one process, and of a group."""
+    """Return the results of the programs for the engines of one process and of a group."""
 
     def ask(name: str) -> list[Any]:
         in_group = name == "group"
@@ -141,9 +140,9 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
 def test_a_users_program_is_exact_or_refused(
     answers: Answers, engine: str, program: str, expected: str
 ) -> None:
-    """Weights and figures within 1e-9 of plain Keras, or what is said before the first step.
+    """Weights and logs are within 1e-9 of plain Keras, or a message comes before the first step.
 
-    Every process refuses by itself; one that was slower may say that another has ended.
+    Each process refuses by itself; a slower one may report that another has exited.
     """
     processes = answers("group" if "multiworker" in engine else "one process")
     every = [process[engine][program] for process in processes]
@@ -164,7 +163,7 @@ def test_a_users_program_is_exact_or_refused(
 def test_what_a_group_or_passes_learn_otherwise_is_said(
     answers: Answers, engine: str, program: str, words: str
 ) -> None:
-    """By what the loss updates, not by a list of layers."""
+    """The check looks at what the loss updates, not at a list of layers."""
     found = answers("group" if engine == "multiworker" else "one process")[0][engine][program]
     assert found["verdict"] == "trained", found["said"]
     assert words in found["said"]
@@ -177,31 +176,29 @@ def test_a_loss_that_calls_the_model_is_no_loop_of_the_users(answers: Answers) -
 
 @pytest.fixture(scope="module")
 def beside(answers: Answers) -> dict[str, Any]:
-    """What the check does beside its verdict."""
+    """Return the side effects of the check."""
     return dict(answers("one process")[0]["beside"])
 
 
 def test_the_check_leaves_no_trace(beside: dict[str, Any]) -> None:
-    """Weights, states, TensorFlow's own variables, and the next number of every generator."""
+    """Weights, states, TensorFlow variables and the random generators are unchanged."""
     assert beside["after"] == beside["before"]
 
 
 def test_the_check_needs_no_seed(beside: dict[str, Any]) -> None:
-    """A training whose script sets none is checked too: of a root of a mean, no parts make the
-    whole.
-    """
+    """Training without a seed is checked, too: parts of the root of a mean don't add up."""
     assert beside["unseeded"] == ""
 
 
 def test_common_layers_are_no_surprise(beside: dict[str, Any]) -> None:
-    """Random layers and normalization, in float32 and with labels of one class: a mean over rows,
-    and nothing else.
-    """
+    """Random layers and normalization count as means over rows, in float32 and with one class."""
     found = beside["common"]
     assert found["loss"] == "rows"
-    assert set(found["states"].values()) == {"rows"}  # the moving averages, as they are weighted
+    assert set(found["states"].values()) == {
+        "rows"
+    }  # the moving averages, because they are weighted
 
 
 def test_a_loop_of_the_users_own_is_warned_of(beside: dict[str, Any]) -> None:
-    """Once it calls the model; fit doesn't."""
+    """A loop that calls the model gives one warning; fit gives none."""
     assert beside["own loop"] == [0, 1]

@@ -1,4 +1,4 @@
-"""`evener launch`: which processes start on which devices, and how a training ends."""
+"""`evener launch`: which processes start on which devices, and how a training run ends."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ SECONDS = 240
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A script in the folder of the test, with files of plans beside it."""
+    """A script in the test's folder, with plan files next to it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return "train.py"
 
 
 def starts(made: Plan, script: str, **options: str) -> list[dict[str, Any]]:
-    """What each process of this host gets."""
+    """Return the arguments and variables of each process of this host."""
     made.save("plan.toml")
     job = make_job(Path("plan.toml"), [script], options.get("host"), options.get("meeting"))
     environment = job.environment()
@@ -72,8 +72,9 @@ def test_each_slice_that_computes_gets_a_process_on_its_cores(script: str) -> No
 def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(
     script: str, fake_nvml: Callable[..., Any]
 ) -> None:
-    """All see them, in the plan's order; a process of Keras sees its own, and one process of all
-    sees all.
+    """PyTorch's processes see all GPUs in the plan's order.
+
+    A Keras process sees its own GPU, or all of them if it is the only process.
     """
     ids = [device.id for device in _gpus(fake_nvml(gpus=3))]
     torch = starts(plan([ids[2], ids[1] + "(out)", ids[0]]), script)
@@ -218,7 +219,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts evener in the folder of the test; it is ended with it."""
+    """Starts evener in the test's folder; it is killed after the test."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, module: str = "evener", **variables: str) -> subprocess.Popen[str]:
@@ -250,7 +251,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def fork(
     rank_server: Callable[[str], RankServer], tmp_path: Path
 ) -> Iterator[Callable[..., ForkedEvener]]:
-    """As `start`, forked from a process that has imported PyTorch's agent."""
+    """Like `start`, but forked from a process that has imported PyTorch's elastic agent."""
     running: list[ForkedEvener] = []
 
     def begin(*words: str) -> ForkedEvener:
@@ -273,11 +274,9 @@ def fork(
 
 
 def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe
-    holds.
-    """
+    """Lines of a progress bar, unfinished ones and ones larger than a pipe are printed whole."""
     long = b"y" * 200_000
-    left = 0  # what a process has started, and still has its output
+    left = 0  # a child of a process that still has its output
     with named_output(("rank 0", "rank 1")) as files:
         assert [len(each) for each in files] == [2, 2]
         (quiet, _), (output, errors) = files
@@ -327,9 +326,7 @@ def wait_for(paths: list[Path], process: subprocess.Popen[str] | ForkedEvener) -
 def test_processes_are_started_again_and_end_by_ctrl_c(
     hosts: tuple[str, ...], start: Callable[..., Any], fork: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The first to be killed takes the other host's with it; after that all run again, until a
-    signal.
-    """
+    """A killed process ends those of the other host; then all restart, until a signal."""
     if len(hosts) == 2:
         need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -380,8 +377,9 @@ print(json.dumps([config.get("task"), len(config.get("cluster", {}).get("worker"
 def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice(
     engine: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """By a plan without an engine one process starts, says why it can't do it alone, and is
-    replaced by two.
+    """For a plan without an engine, one process starts and is replaced by two if it can't train.
+
+    It says why.
     """
     if (count := len(os.sched_getaffinity(0))) < 2:
         pytest.skip("needs two CPUs")
@@ -429,7 +427,7 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
 
 @pytest.fixture
 def plan_of_two_hosts(tmp_path: Path) -> None:
-    """A plan of one and two shares for two loopback addresses that play the hosts."""
+    """Write a plan of one and two shares for two loopback addresses as hosts."""
     need_torch_and_two_cpus()
     made = plan(["cpu-0-of-1", "cpu-0-of-2", "cpu-1-of-2"], HOSTS)
     layout = make_layout("split", made.layout.share, (1, 5, 2))
@@ -442,10 +440,11 @@ def plan_of_two_hosts(tmp_path: Path) -> None:
 def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
     fork: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """By the line that launch prints; before, every rank hears that a share would be taken twice,
-    or a plan differs.
+    """The hosts are started with the line that launch prints.
+
+    Before, every rank reports a share that would be used twice, or a different plan.
     """
-    place = ["--rendezvous", f"127.0.0.3:{free_port()}"]  # not the first host of the plan
+    place = ["--rendezvous", f"127.0.0.3:{free_port()}"]  # this isn't the first host of the plan
     running = [
         fork("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
         for host in ("127.0.0.3", "127.0.0.2")
@@ -460,8 +459,9 @@ def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
 def test_ranks_of_torchrun_on_two_hosts_do_too(
     rank_server: Callable[[str], RankServer], tmp_path: Path
 ) -> None:
-    """In its environment, as docs have it; examples/torch_gru_digits.py starts torchrun itself in
-    its own test.
+    """The ranks have torchrun's environment, as documented.
+
+    The test of examples/torch_gru_digits.py starts torchrun itself.
     """
     common = {
         "WORLD_SIZE": "3",

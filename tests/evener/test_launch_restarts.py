@@ -1,6 +1,4 @@
-"""`evener launch --max-restarts`: a training outlives processes that are killed and devices that
-are lost.
-"""
+"""`evener launch --max-restarts`: training continues after killed processes and lost devices."""
 
 from __future__ import annotations
 
@@ -49,8 +47,9 @@ def need_torch_and_two_cpus() -> None:
 
 
 def prepare(folder: Path, device: str = "cpu-1-of-2") -> dict[str, str]:
-    """The environment of a launch in a folder, where nothing computes on the device while there is
-    a file `dead`.
+    """Return the environment of a launch in a folder.
+
+    Computations on the device fail while there is a file `dead`.
     """
     (folder / "sitecustomize.py").write_text(
         f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and "
@@ -83,11 +82,11 @@ def launch(
 def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(
     rank_server: Callable[[str], RankServer], tmp_path: Path
 ) -> None:
-    """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the
-    slice is back.
+    """Training continues without a lost device, and with it once it is back.
 
-    Each row once an epoch, and the weights of one process that nothing disturbed. The journal has
-    the three starts.
+    Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the
+    slice is back. Each row is used once per epoch, and the weights are those of one undisturbed
+    process. The journal has the three starts.
     """
     need_torch_and_two_cpus()
     import torch
@@ -233,9 +232,7 @@ def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(
 
 
 def test_who_is_faster_takes_more_of_a_lost_share() -> None:
-    """By the curves the second device takes twice as long for a row as the first, whatever the
-    plan's ratios say.
-    """
+    """By the curves, the second device takes twice as long per row, whatever the plan's ratios."""
     smaller = leave_out(wide_plan([30, 30, 30], [0, 0, 0], curve=True), {("", "cpu-2-of-3")})
     assert smaller.batches == (60, 30, 0)
     assert leave_out(
@@ -317,7 +314,7 @@ def test_a_slice_computes_unless_its_cores_are_gone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child writes its pid and never ends; nothing of it is left."""
+    """The child writes its pid and never exits; it is killed."""
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, "
         f"'w').write(str(os.getpid()))\ntime.sleep(300)\n"
@@ -327,14 +324,14 @@ def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.M
     (device,) = discover("cpu/1:0").devices
     assert find_broken([device], "torch", []) == (device,)
     pid = tmp_path / "pid"
-    if written := pid.exists() and pid.read_text():  # on a busy machine it may not have come so far
+    if (
+        written := pid.exists() and pid.read_text()
+    ):  # on a busy machine it may not have written the pid yet
         assert start_ticks(int(written)) is None
 
 
 class FakeCuda:
-    """A driver whose call `fails` returns an error, and whose memory may not hold what is
-    written.
-    """
+    """A driver in which the call `fails` returns an error, and whose memory may be defective."""
 
     def __init__(self, fails: str = "", keeps: int = 0xFFFFFFFF) -> None:
         self.fails, self.keeps, self.value = fails, keeps, 0

@@ -1,4 +1,4 @@
-"""What `evener launch` says of a training at its end, and keeps in its run."""
+"""The summary of a training run that `evener launch` prints at its end and keeps in the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if sys.argv[2:] == ["fails"]:
 
 
 def make_record(rank: int, **changed: Any) -> LiveRecord:
-    """A rank's record: 100 steps of 100 ms, 30 of them for input."""
+    """Return a rank's record: 100 steps of 100 ms, 30 ms of them for input."""
     live = LiveDevice(f"gpu-{rank}", rank, 64 - 16 * rank, 640.0, 32, 0.06, 0.01)
     whole = StepSums(100, input_s=3.0, own_work_s=6.0, meeting_s=1.0, idle_input_s=3.0)
     facts: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_a_device_that_only_holds_state_has_no_work_of_its_own() -> None:
 def test_a_gain_is_claimed_where_shares_made_it(
     last: tuple[int, int], steps: tuple[float, float], said: str
 ) -> None:
-    """Not where the shares are the same again, and the devices only got faster."""
+    """No gain is claimed if the shares are the same again and only the devices got faster."""
     moved = last != (4, 4)
     own = [(0.1, steps[1]), (steps[0], steps[0] / 2 if moved else steps[1])]
     notes = [

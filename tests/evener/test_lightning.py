@@ -1,7 +1,6 @@
-"""Trainings by Lightning and loops with accelerate under a plan end with the weights of one
-process.
+"""Lightning and accelerate loops under a plan end with the weights of one process.
 
-The rows of the tables in docs/training_lightning.md.
+The programs are the rows of the tables in docs/training_lightning.md.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ WITH_ACCELERATE = (
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
-# (of one process, of a rank) for each program
+# (result of one process, result of a rank) for each program
 Pairs = dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]
 
 
 def pair_all(trainer_ranks: Run, module: str, *names: str) -> tuple[Pairs, list[dict[str, Any]]]:
-    """What every program ended with, and what each rank says beside."""
+    """Return all programs' results for one process and a rank, and each rank's other results."""
     (expected,) = trainer_ranks(f"{module}.reference_all")
     ranks = [
         rank
@@ -78,7 +77,7 @@ def test_lightning_learns_what_one_process_learns(in_lightning: Any, name: str) 
     for expected, rank in pairs:
         assert rank["steps"] == expected["steps"]
         assert name != "rebalanced" or rank["changes"] > 0
-        if name != "resumed":  # Lightning itself logs another mean there
+        if name != "resumed":  # Lightning itself logs another mean for it
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 
 
@@ -104,9 +103,9 @@ def test_a_loop_learns_what_one_process_learns(with_accelerate: Any, name: str) 
     pairs = with_accelerate[0][name]
     assert_same_weights(pairs, 5 if name == "in passes" else 2)
     for expected, rank in pairs:
-        if "predicted" in expected:  # each row once
+        if "predicted" in expected:  # each row occurs once
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
-            assert rank["taken over"]  # by an exchange of our own, whose sums are weighted
+            assert rank["taken over"]  # by evener's exchange, whose sums are weighted
 
 
 def test_what_a_loop_may_not_do_is_refused_on_every_rank(with_accelerate: Any) -> None:
@@ -126,7 +125,7 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    # global batches, and steps: a second training is over at once
+    # global batches, and steps: a second training run is over at once
     assert found["accumulated"] == [(2, 2), (2, 2)]
 
 

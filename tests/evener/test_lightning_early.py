@@ -1,5 +1,7 @@
-"""A LightningModule may ask its trainer before the first step, as most schedules by steps do, and
-train tensors that aren't parameters: it ends as one process does.
+"""A LightningModule may ask its trainer before the first step, and train other tensors.
+
+Most schedules by steps do the former; the tensors aren't parameters. Training ends as in one
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(trainer_ranks: Callable[..., list[Any]]) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """What one process ended with, the ranks of a plan without passes, and those of one with."""
+    """Return the results of one process, and of ranks without and with passes."""
     (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     whole = trainer_ranks(f"{PROGRAMS}.train_all", (6, 2), (6, 2), world=2)
     passes = trainer_ranks(f"{PROGRAMS}.train_all", (6, 2), (3, 2), world=2)
@@ -65,7 +67,7 @@ def test_what_it_is_told_before_training_is_what_one_process_is_told(found: Any,
 def test_what_needs_a_whole_batch_is_exact_without_passes_and_refused_in_passes(
     found: Any, name: str
 ) -> None:
-    """A search for the learning rate, which goes by its loss, and manual optimization."""
+    """It is tested with the learning rate finder, which uses the loss, and manual optimization."""
     expected, whole, passes = found
     for rank in whole:
         assert_same(expected[name], rank[name])

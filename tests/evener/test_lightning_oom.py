@@ -1,6 +1,4 @@
-"""Trainings by Lightning in which passes run out of memory end as those whose memory suffices, or
-in a sentence.
-"""
+"""Lightning runs whose passes run out of memory end like undisturbed ones, or with a message."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import torch
 
 from tests.support import torch_oom_programs as bombed
 
-# which imports Lightning: the ranks' server does, no worker of pytest
+# imports Lightning, so only the ranks' server imports it, not pytest's workers
 PROGRAMS = "tests.support.lightning_oom_programs"
 NAMES = (
     "figures",
@@ -40,7 +38,7 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def expected(trainer_ranks: Run) -> dict[str, Any]:
-    """What Lightning alone ends with, by case."""
+    """Return the results of plain Lightning by case."""
     (found,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     assert set(found) == set(NAMES)
     return dict(found)
@@ -48,7 +46,7 @@ def expected(trainer_ranks: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Run) -> list[list[Any]]:
-    """What the ranks of each plan end with."""
+    """Return the results of each plan's ranks."""
     return [trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN]
 
 
@@ -64,7 +62,7 @@ def test_it_learns_what_a_training_learns_whose_memory_suffices(
             torch.testing.assert_close(mine, its, rtol=0, atol=within)
         assert rank["steps"] == wanted["steps"]
         assert rank["unpaired"] == [], "the callbacks of a batch run once"
-        # logged on each rank alone; Lightning itself logs another mean
+        # logged on each rank; Lightning itself logs another mean
         if name not in ("columns", "resumed"):
             for kind in ("metrics", "shown"):
                 own = {figure: value for figure, value in rank[kind].items() if figure != "metric"}

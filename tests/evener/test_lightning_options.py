@@ -1,7 +1,6 @@
-"""Lightning's options, losses and logged figures under a plan are those of one process, or refused
-in a sentence.
+"""Lightning's options, losses and logs under a plan are those of one process, or are refused.
 
-The rows of the tables in docs/training_lightning.md.
+The cases are the rows of the tables in docs/training_lightning.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if not all(map(find_spec, ("torch", "lightning"))):
 import torch
 
 PROGRAMS = "tests.support.lightning_options"
-# shares, and rows of a pass: the first rank's share in two
+# shares, and rows per pass: the first rank has two passes
 GIVEN = (((6, 2), (6, 2)), ((6, 2), (3, 2)))
 EXACT = (
     "limited",
@@ -31,7 +30,7 @@ EXACT = (
     "figures",
     "tokens",
 )
-AT_ONCE = {  # under a plan without passes; and what is said under one with passes
+AT_ONCE = {  # cases for a plan without passes, and the message under one with passes
     "LBFGS": "LBFGS goes by the loss of the whole batch",
     "split.loss": "split.loss can't be called inside split.parts, or training_step",
     "rows of all ranks": "split.gather can't be called inside split.parts, or training_step",
@@ -41,9 +40,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(trainer_ranks: Callable[..., list[Any]]) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """What one process ended with, the ranks of a plan without passes, and those of one with
-    passes.
-    """
+    """Return the results of one process, and of ranks without and with passes."""
     (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     whole, passes = (
         trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN
@@ -55,7 +52,7 @@ def assert_same(expected: dict[str, Any], rank: dict[str, Any], bound: float = 1
     for mine, its in zip(rank["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=bound)
     assert rank["steps"] == expected["steps"]
-    assert rank["ends"] == expected["ends"]  # of batches: a batch is a global batch
+    assert rank["ends"] == expected["ends"]  # number of batches: a batch is a global batch
     for kind in ("metrics", "shown"):
         assert rank[kind].get("metric", 0) == pytest.approx(
             expected[kind].get("metric", 0), abs=1e-6
@@ -72,7 +69,7 @@ def test_it_ends_as_one_process_does(found: Any, name: str) -> None:
 
 
 def test_the_trial_of_the_loss_leaves_no_trace(found: Any) -> None:
-    """In what the module counts, keeps or logs; in passes a step is called for each of them."""
+    """The module's counts, state and logs are unchanged; in passes, each pass calls a step."""
     expected, whole, passes = found
     for rank in whole:
         assert rank["figures"]["seen"] == expected["figures"]["seen"]
@@ -88,7 +85,7 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
 ) -> None:
     expected, whole, passes = found
     for rank in whole:
-        # which divides small differences
+        # its division amplifies small differences
         assert_same(expected[name], rank[name], 1e-9 if name == "LBFGS" else 1e-12)
     for rank in passes:
         assert AT_ONCE[name] in rank[name]

@@ -1,6 +1,4 @@
-"""Each name of Lightning that evener uses and Lightning doesn't promise is there, and does what it
-is used for.
-"""
+"""Each private name of Lightning that evener uses exists and does what is expected."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def test_each_private_name_does_what_it_is_used_for(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     class Model(pl.LightningModule):
-        """A model that optimizes by hand."""
+        """A model with manual optimization."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Laws of the list of limits: what is named, in which order, with which gains."""
+"""Properties of the list of limits: names, order and gains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RELATIVE = st.floats(0.0, 1.0)
 
 @st.composite
 def relative_parts(draw: st.DrawFn) -> list[StepPart]:
-    """Parts of a step of one second."""
+    """Draw the parts of a step of one second."""
     kinds = draw(st.lists(st.sampled_from(LimitKind), unique=True, max_size=6))
     return [
         StepPart(
@@ -41,7 +41,7 @@ def relative_parts(draw: st.DrawFn) -> list[StepPart]:
 
 
 def scale(part: StepPart, by: float) -> StepPart:
-    """The same part in other units of time."""
+    """Return the part in other units of time."""
     return msgspec.structs.replace(
         part,
         seconds=part.seconds * by,
@@ -54,7 +54,7 @@ def scale(part: StepPart, by: float) -> StepPart:
 
 
 def surely_gained(part: StepPart) -> float:
-    """What a remedy gives in a step of a second, if the part is as small as it may be."""
+    """Return a remedy's gain in a step of a second, if the part has its minimum duration."""
     left = part.without_s
     error = part.without_error_s
     if left is None:
@@ -63,7 +63,7 @@ def surely_gained(part: StepPart) -> float:
 
 
 def _is_clear(part: StepPart) -> bool:
-    """Not so near to the edge of 5 % that rounding decides."""
+    """True if the part isn't so near 5 % that rounding decides."""
     return (
         min(abs(part.seconds - LEAST_SHARE), abs(surely_gained(part) - least_gain(part.kind)))
         > 1e-6

@@ -1,5 +1,6 @@
-"""A training's report comes to its reader, costs next to nothing, and nothing else in the folder
-does any harm.
+"""A training run's report reaches its reader at little cost.
+
+Other files in the folder do no harm.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.support.waiting import wait_for
 
 
 class Clock:
-    """A monotonic clock that tests turn."""
+    """A monotonic clock that tests can advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -130,7 +131,7 @@ def test_a_pause_is_forgotten_with_the_next_report_but_one(
 def test_the_first_step_only_starts_the_clock(
     reporter: Reporter, clock: Clock, folder: Path
 ) -> None:
-    """No figure is known before a second step, and an unknown figure is not 0."""
+    """The speed is unknown, not 0, before the second step."""
     reporter.report(32)
     assert not folder.exists()
 
@@ -138,9 +139,7 @@ def test_the_first_step_only_starts_the_clock(
 def test_a_step_that_is_not_timed_is_left_out_of_the_figure(
     reporter: Reporter, clock: Clock
 ) -> None:
-    """A slow step that compiles between steps of 100 samples/s; it counts as a step all the
-    same.
-    """
+    """A slow step that compiles is counted but left out of the speed of 100 samples/s."""
     for seconds, timed in [(0.0, False), (1.0, True), (3.0, False), (1.0, True)]:
         clock.now += seconds
         reporter.report(100, timed=timed)
@@ -151,7 +150,10 @@ def test_a_step_that_is_not_timed_is_left_out_of_the_figure(
 
 @given(st.lists(st.floats(0.001, 3), min_size=1, max_size=60), st.integers(0, 60))
 def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -> None:
-    """After the first report or later ones; both have the same windows in their journals."""
+    """Counted steps give the same journal windows as reported ones.
+
+    They come after the first report or later ones.
+    """
 
     class Windows(TrainingJournal):
         def note(self, record: LiveRecord) -> None:
@@ -197,7 +199,7 @@ def test_at_most_two_files_are_written_in_a_second(
 def test_a_slow_disk_is_written_to_less_often(
     reporter: Reporter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing stays under a thousandth of the time, and under once in 30 seconds it never falls."""
+    """Writing takes less than a thousandth of the time, but happens at least every 30 seconds."""
     written: list[float] = []
 
     def slow(target: Path, content: bytes) -> None:
@@ -212,7 +214,7 @@ def test_a_slow_disk_is_written_to_less_often(
 def test_the_next_record_comes_before_it_is_due(
     reporter: Reporter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the disk takes: silence counts from when a record is due."""
+    """Silence counts from the time at which a record is due, however slow the disk is."""
     dues: list[tuple[float, float]] = []
     seconds = iter([0.0001, 0.03, 0.0001, 0.0001, 0.02, 0.03, 0.03])
 
@@ -248,7 +250,7 @@ def test_a_record_of_an_earlier_version_is_due_when_it_was_written(
 def test_where_no_step_ends_a_process_says_what_it_is_at(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a thread, which leaves the record as it is otherwise, and ends with the reporter."""
+    """A thread reports the current activity, keeps the rest of the record, and ends with it."""
     monkeypatch.setattr(live, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(live, "LATE_SECONDS", 0.1)
     monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.0)
@@ -274,13 +276,14 @@ def test_where_no_step_ends_a_process_says_what_it_is_at(
 
 
 def describe(times: tuple[DeviceTimes, ...]) -> tuple[Details, tuple[DeviceTimes, ...]]:
-    """A training of which nothing but its device's times is known."""
+    """Return the details and devices of a training run of which only device times are known."""
     return Details(), times
 
 
 def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
-    """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the
-    file goes without.
+    """The file has the plan's curve, which the monitor's advice needs.
+
+    It has none if the compute time isn't reported or the curve has infinite values.
     """
     knots = ((0.0, 0.01), (64.0, 0.1))
     share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
@@ -396,7 +399,7 @@ def test_a_folder_that_goes_away_is_made_again(
 
 
 def test_no_folder_is_silence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is raised, and what failed is not tried again at every step."""
+    """Nothing is raised, and the failing write isn't retried at every step."""
     monkeypatch.setenv("EVENER_LIVE_DIR", "/proc/no/such")
     tries: list[Path] = []
 
@@ -433,7 +436,7 @@ def test_a_folder_of_another_user_is_not_used(
 
 
 def put(folder: Path, content: bytes, name: str | None = None) -> Path:
-    """A private file in the folder, named after this living process unless said."""
+    """Write a private file into the folder, by default named after this process."""
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / (name or file_name(os.getpid(), start_ticks(os.getpid()) or 0, 77))
     path.write_bytes(content)
@@ -507,9 +510,7 @@ def test_an_oversized_file_is_passed_over(folder: Path) -> None:
 
 
 def test_what_is_no_file_is_passed_over(folder: Path) -> None:
-    """A pipe, a folder, a socket, a link and an endless device under the names of reports don't
-    hold the reader.
-    """
+    """Pipes, folders, sockets, symlinks and endless devices with a report's name don't block."""
     folder.mkdir(mode=0o700)
     pid, ticks = os.getpid(), start_ticks(os.getpid()) or 0
     os.mkfifo(folder / file_name(pid, ticks, 1), 0o600)
@@ -524,7 +525,7 @@ def test_what_is_no_file_is_passed_over(folder: Path) -> None:
 
 
 def test_files_of_the_dead_are_removed_and_others_left(folder: Path) -> None:
-    """A process is named by its pid and its start: another that got the pid doesn't count."""
+    """A process is identified by pid and start time, so another one with its pid doesn't count."""
     ticks = start_ticks(os.getpid()) or 0
     text = json.dumps(GOOD).encode()
     dead = [
@@ -629,7 +630,7 @@ def test_an_ended_process_leaves_no_file(folder: Path) -> None:
 
 
 def test_a_killed_process_is_not_read(folder: Path) -> None:
-    """Neither as a zombie nor when it is gone."""
+    """It is ignored as a zombie and when it is gone."""
     child = start("sleeps")
     assert [training.pid for training in read_trainings()] == [child.pid]
     os.kill(child.pid, signal.SIGKILL)
@@ -660,8 +661,9 @@ def test_a_forked_child_reports_as_itself(folder: Path) -> None:
 
 
 def test_a_call_costs_little(folder: Path) -> None:
-    """The best of several thousand calls takes under 20 µs, a thousandth of a step of 20 ms; here
-    about 0.5 µs.
+    """The fastest of several thousand calls takes under 20 µs, a thousandth of a 20 ms step.
+
+    Here it takes about 0.5 µs.
     """
     best = math.inf
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""How many rows memory is predicted to hold: laws for memory that goes by rows, as measured."""
+"""How many rows the memory is predicted to hold, for memory proportional to rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEFT = st.sampled_from([0.1, 0.2])
 def grow(
     fixed: float, per_row: float, rows: int, capacity: float, left: float, first_peak: float = 1.0
 ) -> list[int]:
-    """The rows of passes as they grow by half at a time; the first peak may be too high."""
+    """Return the rows of passes that grow by half each time; the first peak may be too high."""
     peaks, seen = MemoryPeaks(), [rows]
     highest = first_peak * (fixed + per_row * rows)
     for _ in range(30):
@@ -33,7 +33,7 @@ def grow(
 def test_no_pass_takes_more_than_what_may_be_used(
     fixed: float, per_row: float, rows: int, room: float, left: float, first_peak: float
 ) -> None:
-    """Also where the first peak was higher than such a pass needs, as when a loss was checked."""
+    """This holds even if the first peak was too high, as when a loss was checked."""
     capacity = room * (fixed + per_row * rows)
     for more in grow(fixed, per_row, rows, capacity, left, first_peak)[1:]:
         assert fixed + per_row * more <= capacity * (1 - left) * (1 + 1e-9)
@@ -74,5 +74,5 @@ def test_without_a_peak_nothing_is_said() -> None:
     peaks = MemoryPeaks()
     assert peaks.most_rows(1e9, 0.1) == 0
     peaks.note(10, 100.0)
-    peaks.note(5, 100.0)  # the peak is still that of 10 rows
+    peaks.note(5, 100.0)  # the allocator's peak is still that of 10 rows
     assert peaks.predict(20) == 200.0

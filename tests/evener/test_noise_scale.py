@@ -1,4 +1,4 @@
-"""Laws of the noise scale's estimate, on gradients whose noise and signal are known."""
+"""Properties of the noise scale's estimate, on gradients with known noise and signal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sizes = st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(
 def test_noise_and_signal_are_unbiased_for_any_shares(
     shares: list[int], rows: list[int], shift: int
 ) -> None:
-    """Over all equally likely batches of rows with one of two gradients, in exact arithmetic."""
+    """The mean over all possible batches is exact, for rows with one of two gradients."""
     values = [Fraction(each + shift) for each in rows]
     center = sum(values) / 2
     variance = sum((each - center) ** 2 for each in values) / 2
@@ -62,7 +62,7 @@ def test_one_part_alone_shows_no_noise() -> None:
 def draw(
     chance: random.Random, shares: tuple[int, ...], noise: float, dimensions: int = 20
 ) -> Sample:
-    """A step's sample of gradients with |G|^2 = 1 and this tr(S), normal ones."""
+    """Return a step's sample of normal gradients with |G|^2 = 1 and this tr(S)."""
     spread = math.sqrt(noise / dimensions)
     parts = [
         [chance.gauss(i == 0, spread / math.sqrt(n)) for i in range(dimensions)] for n in shares

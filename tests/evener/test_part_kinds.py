@@ -1,4 +1,4 @@
-"""How values of parts of a batch add up to the whole batch's value, by the figures alone."""
+"""How the values of a batch's parts combine to the whole batch's value, judged by numbers alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A share is cut into passes of nearly one size, none larger than a device can take, and smaller
-ones where memory runs out.
+"""A share is divided into passes of nearly equal size that fit the device's memory.
+
+Passes become smaller when memory runs out.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def test_a_pass_has_a_whole_number_of_rows(micro: Any) -> None:
 
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
-WORST = 3  # rows of a pass that memory holds at least, so that every batch ends
+WORST = 3  # rows that memory always holds, so that every batch can be computed
 
 
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 6))
@@ -79,8 +80,10 @@ def test_ranks_that_meet_in_each_pass_take_as_many_as_one_needs(
 def compute_batch(
     sizes: list[int], holds: Callable[[int], int], least: int
 ) -> tuple[list[Pass], list[bool], list[int]]:
-    """The passes of a batch that were computed, what each was told as it was complete, and the rows
-    of those that ran out of memory: the n-th try of all does above `holds(n)` rows.
+    """Compute a batch whose n-th try runs out of memory above `holds(n)` rows.
+
+    Returns the computed passes, the flag with which each was completed, and the rows of the failed
+    ones.
     """
     limit = PassLimit(0)
     queue = PassQueue(sizes, limit)
@@ -104,8 +107,9 @@ def compute_batch(
 def test_each_row_is_computed_once_whatever_runs_out_of_memory(
     sizes: list[int], room: list[int], least: int
 ) -> None:
-    """In order, with weights that add up to 1 for each pass of the plan; the last piece of a pass
-    and the last of the batch say so.
+    """Rows are in order, and the weights of each planned pass add up to 1.
+
+    The last piece of a pass and the last piece of the batch are marked.
     """
     done, settled, _ = compute_batch(sizes, lambda n: room[n % len(room)], least)
     rows = [(turn.number, row) for turn in done for row in range(turn.start, turn.stop)]
@@ -135,7 +139,7 @@ def test_a_rank_without_rows_keeps_step() -> None:
 
 
 def test_rows_of_a_failed_pass_are_made_good_before_it_is_settled() -> None:
-    """What a failed pass had sent stays until all its rows are computed, and no longer."""
+    """What a failed pass has sent is kept until all its rows are computed."""
     limit = PassLimit(0)
     queue = PassQueue([8, 8], limit)
     assert queue.take() is not None
@@ -157,8 +161,9 @@ def test_memory_that_never_suffices_ends_in_a_sentence() -> None:
 
 
 def test_passes_are_the_plans_again_once_a_neighbour_has_gone() -> None:
-    """It held 30 GiB as memory ran out; one that still holds most of it, or that was never seen,
-    changes nothing.
+    """Passes have the plan's size again once a neighbour that held 30 GiB has gone.
+
+    A neighbour that still holds most of it, or was never seen, changes nothing.
     """
     for held, left, most in ((30 << 30, 20 << 30, 32), (30 << 30, 1 << 30, None), (0, 0, 32)):
         limit = PassLimit(0)

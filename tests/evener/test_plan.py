@@ -1,4 +1,4 @@
-"""A plan comes back from its file as it was, and whatever else is in a file is one sentence."""
+"""A plan is read back from its file unchanged; anything else in a file gives one sentence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from evener.shares.curves import Cost
 from evener.system.files import write_atomically
 from tests.support.launched_plan import make_plan
 
-# quotes, astral planes and all else that can be printed
+# quotes, astral planes and all other printable characters
 TEXT = st.text(max_size=20).map(printable)
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e9, allow_nan=False)
@@ -108,7 +108,7 @@ def throughputs(draw: st.DrawFn) -> Throughput:
 
 
 def _of_one_request(plan: Plan) -> Plan:
-    """Evidence on as many devices as the plan's own layout."""
+    """Return the plan with evidence on as many devices as its own layout has."""
     kept = (rival for rival in plan.evidence if len(rival.layout.share) == len(plan.layout.share))
     return msgspec.structs.replace(plan, evidence=tuple(kept))
 
@@ -148,7 +148,7 @@ PLANS = st.builds(
 
 
 def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
-    """A plan for a request of three devices, the middle one left out."""
+    """Return a plan for a request of three devices, with the middle one left out."""
     shares = tuple(Share(f"GPU-{i}", i, "GTX 1080", 0, 0.0) for i in range(len(batches)))
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
     return make_plan(
@@ -175,7 +175,7 @@ def test_a_plan_comes_back_from_both_forms_as_the_same_bytes(plan: Plan) -> None
 def test_a_plans_texts_can_not_control_the_terminal_of_a_training(
     plan: Plan, name: str, warning: str
 ) -> None:
-    """Trainings print the names of devices, and Python the message of an error."""
+    """Training scripts print device names, and Python prints error messages."""
     layout = plan.layout
     shares = (
         msgspec.structs.replace(layout.share[0], device=f"{name}!", name=name, host=""),
@@ -231,7 +231,7 @@ HUGE = {
     "key", ["batch", "index", "most", "tokens", "held_bytes", "peak_bytes", "micro"]
 )
 def test_a_number_that_no_training_has_is_refused_with_its_key(key: str, number: int) -> None:
-    """In TOML, whose integers have no end here, and in JSON."""
+    """This holds in TOML, whose integers are unlimited here, and in JSON."""
     share = {"device": '"b"', "batch": "6", key: str(number)}
     toml = "\n".join(f"{name} = {value}" for name, value in share.items())
     json_share = ", ".join(f'"{name}": {value}' for name, value in share.items())
@@ -253,7 +253,7 @@ def test_the_whole_batch_is_bounded_too() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 7])
 def test_a_lost_device_of_the_largest_plan_is_left_out_at_once(most: int) -> None:
-    """Of 1e100 rows that had no end."""
+    """With 1e100 rows this would never finish."""
     batches = (6, 60, MOST_ROWS - 66)
     shares = (Share(name, i, "", 0, 0.0, most=most) for i, name in enumerate("abc"))
     plan = make_plan(make_layout("split", tuple(shares), batches))
@@ -326,7 +326,7 @@ def test_parts_of_state_that_are_no_whole_are_named(
 
 
 def test_a_device_may_hold_state_without_rows() -> None:
-    """It takes part in the training, and has no rows of any batch."""
+    """Such a device takes part in training but gets no rows of any batch."""
     third = b'\n[[layout.share]]\ndevice = "cpu-2-of-3"\nbatch = 0\nstate = 0.5\n'
     text = SHARDED.replace(b"0.25", b"0.2").replace(b"0.75", b"0.3") + third
     plan = parse_plan(text)
@@ -341,7 +341,7 @@ def test_a_device_may_hold_state_without_rows() -> None:
 
 
 def two_without_rows(plan: Plan) -> Plan:
-    """The plan with all rows on its first device."""
+    """Return the plan with all rows on its first device."""
     rows = (plan.layout.global_batch, 0, 0)
     return msgspec.structs.replace(plan, layout=make_layout("shard", plan.layout.share, rows))
 
@@ -357,14 +357,16 @@ def test_a_sharded_plan_without_a_device_shares_its_state_out_unless_one_is_left
 
 
 def in_passes(*micros: int) -> PlanLayout:
-    """The example's layout with passes of so many rows."""
+    """Return the example's layout with passes of these sizes."""
     layout = example().layout
     return make_layout(layout.kind, layout.share, layout.batches, micros=micros)
 
 
 def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_as_schema_2() -> None:
-    """Old plans, and journals that hold them as they were decoded."""
-    assert to_toml(example()).startswith(b"schema = 2\n")  # older versions refuse it by that
+    """This holds for old plans, and for journals that contain them in decoded form."""
+    assert to_toml(example()).startswith(
+        b"schema = 2\n"
+    )  # older versions refuse the file because of it
     for form in (to_toml, to_json):
         old = (
             form(example())
@@ -408,7 +410,7 @@ def test_hosts_are_written_where_a_plan_has_them() -> None:
 
 
 def with_curves() -> Plan:
-    """The same with what a training needs to change its shares."""
+    """Return the example with everything that training needs to change its shares."""
     curve = ((0.0, 0.001), (80.0, 0.0123))
     shares = tuple(
         msgspec.structs.replace(share, curve=curve, most=70) if share.batch else share
@@ -429,8 +431,9 @@ def test_curves_are_written_on_short_lines_and_only_where_there_are_any() -> Non
 
 
 def by_cost() -> Plan:
-    """The example with shares of cost: the last device has less of the cost, as it is slower, than
-    of the rows.
+    """Return the example with shares of the cost.
+
+    The last device is slower, so its part of the cost is smaller than its part of the rows.
     """
     shares = tuple(
         msgspec.structs.replace(
@@ -555,7 +558,7 @@ def test_a_wrong_value_is_named(path: str, value: Any, named: str) -> None:
 
 @pytest.mark.parametrize("key", ["device", "batch"])
 def test_a_missing_key_is_named(key: str) -> None:
-    """In a plan that evener wrote and in one by hand, whose other keys follow from these two."""
+    """In a plan by evener any key may be missing, in one by hand only the required two."""
     data = msgspec.to_builtins(example())
     del data["layout"]["share"][1][key]
     by_hand = {"layout": {"share": [{"device": "cpu-0-of-1", "batch": 1}]}}
@@ -572,9 +575,7 @@ def test_a_plan_without_shares_says_so() -> None:
 
 
 def documented() -> list[str]:
-    """The plans of docs/plan.md: the shortest, the one with what a training reads, and one in
-    shards.
-    """
+    """Return the plans of docs/plan.md: the shortest, the one for training, and one in shards."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
     return [
         text
@@ -584,7 +585,7 @@ def documented() -> list[str]:
 
 
 def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> None:
-    """The rest follows, or isn't known; it is written out whole, and comes back."""
+    """Other values follow from these or stay unknown; the plan is written in full and read back."""
     text, *_ = documented()
     plan = parse_plan(text.encode())
     assert (plan.layout.kind, plan.layout.global_batch, plan.batches) == ("split", 8, (6, 2))
@@ -620,7 +621,7 @@ def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
 
 @given(st.data())
 def test_what_a_plan_leaves_out_is_what_it_would_have_said(data: st.DataObject) -> None:
-    """Of a plan of rows in one pass each, in the order of its devices."""
+    """The defaults are those of a plan with one pass per device, in the order of its devices."""
     batches = data.draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
     written = msgspec.to_builtins(example(tuple(batches)))
     shares = written["layout"]["share"]
@@ -652,7 +653,7 @@ def test_absurd_nesting_and_numbers_are_one_sentence(text: bytes) -> None:
 
 
 def test_files_that_are_no_plan_are_one_sentence(tmp_path: Path) -> None:
-    """A folder, nothing, an endless device, a name that can't be, a file larger than any plan."""
+    """The cases are a folder, no file, an endless device, an invalid name and a huge file."""
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (5 << 20))
     for path in (tmp_path, tmp_path / "none.toml", Path("/dev/zero"), "a\0b", large):
@@ -720,7 +721,7 @@ def test_a_link_stays_a_link_and_a_device_stays_a_device(tmp_path: Path) -> None
 
 
 def disk_full(path: Path, content: bytes) -> None:
-    """Write where no file may grow: what a full disk does, by the kernel's own hand."""
+    """Write with a file size limit, which fails like a full disk."""
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from evener.system.files import write_atomically\n"
@@ -776,7 +777,7 @@ def fit(plan: Plan, **changes: Any) -> tuple[str, ...]:
 
 def test_a_plan_that_fits_has_no_warning() -> None:
     assert fit(example(), strict=True) == ()
-    # the middle one was left out anyway
+    # the middle device was left out anyway
     assert fit(example(), devices=("GPU-0", "GPU-2"), strict=True) == ()
     assert fit(example(), devices=None, world=None, workload_digest=None, strict=True) == ()
 
@@ -818,7 +819,7 @@ def test_a_global_batch_below_the_devices_is_an_error_that_names_it(batch: Any) 
 
 
 def test_evidence_on_other_devices_than_the_plan_s_is_refused() -> None:
-    """Whoever shows a rival names its devices by the plan's."""
+    """Rivals are shown with the names of the plan's devices."""
     throughput = Throughput(10.0, 9.0, 11.0)
     plan = msgspec.structs.replace(
         example(), evidence=(Evidence("even split", example((40, 40)).layout, throughput),)

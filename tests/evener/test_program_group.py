@@ -1,4 +1,4 @@
-"""Whose process group a program makes: evener's ranks', or that of processes that it started."""
+"""Whether a program's process group is that of evener's ranks, or of processes it started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENER_S = {
 
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that releases the other ranks, in the environment of evener's first rank."""
+    """The file that releases the other ranks, set in the environment of evener's first rank."""
     path, plan = tmp_path / "released-0", tmp_path / "plan.toml"
     plan.write_text(PLAN)
     given = {
@@ -59,11 +59,11 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_group(init_method: str | None = None, world_size: int = -1, rank: int = -1) -> None:
-    """The arguments of torch.distributed.init_process_group."""
+    """Do nothing; the parameters are those of torch.distributed.init_process_group."""
 
 
 def begin(**given: Any) -> None:
-    """A program makes its group."""
+    """Create a process group, like a program."""
     group.begin(make_group, None, (), given)
 
 
@@ -74,7 +74,7 @@ def test_ranks_of_evener_release_the_others(released: Path) -> None:
 
 
 def test_a_script_may_choose_its_address(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are released where no launcher has started another rank beside it."""
+    """The other ranks are released unless a launcher has started another rank."""
     first = dict(os.environ)
     monkeypatch.setattr(group, "_read_environment", lambda _: first)
     begin(init_method="tcp://localhost:12355", rank=0, world_size=2)
@@ -85,7 +85,7 @@ def test_a_script_may_choose_its_address(released: Path, monkeypatch: pytest.Mon
 def test_a_launcher_is_known_by_the_ranks_that_it_has_started(
     beside: bool, released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed's sets the variables that evener does; accelerate's sets the address alone."""
+    """DeepSpeed's launcher sets the same variables as evener; accelerate's only the address."""
     monkeypatch.setenv("MASTER_PORT", "29500")
     own = {**os.environ}
     other = {**own, "RANK": "1" if beside else "0"}
@@ -98,7 +98,7 @@ def test_a_launcher_is_known_by_the_ranks_that_it_has_started(
 def test_an_elastic_run_inside_is_not_evener_s(
     released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been told the same port, as swift and LLaMA-Factory do."""
+    """It may use the same port, as in swift and LLaMA-Factory."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -124,7 +124,7 @@ def test_another_number_of_processes_starts_without_the_plan(
 def test_a_process_that_a_program_has_started_is_no_rank_of_evener_s(
     released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PyTorch's tutorials start them: they inherit the first rank's variables."""
+    """Such processes, as in PyTorch's tutorials, inherit the first rank's variables."""
     monkeypatch.setattr("multiprocessing.parent_process", object)
     begin(init_method="tcp://localhost:12355", rank=1, world_size=2)
     assert not released.exists()

@@ -1,4 +1,4 @@
-"""When shares change and to which: laws of the rule and its solver, and what must not move them."""
+"""When shares change and to which: properties of the rule and its solver."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ PAIR = proportional_curves((768, 560))
 def feed(
     rebalancer: Rebalancer, factors: list[float], curves: tuple[Curve, ...], windows: int
 ) -> list[Change]:
-    """What it proposes in windows in which each device takes so many times as long as its curve
-    says.
-    """
+    """Return the proposed changes for windows with these slowdown factors of the curves."""
     changes = []
     for number in range(windows):
         shares = rebalancer.shares
@@ -112,7 +110,7 @@ def test_steady_slowdowns_are_mended_by_one_change_that_gains_what_it_says(
 def test_the_reason_names_the_device_how_much_and_since_when() -> None:
     rebalancer = Rebalancer((768, 560), PAIR, (2000, 2000), False, ("GPU:0", "GPU:1"))
     assert not feed(rebalancer, [1.0, 1.0], PAIR, 40)
-    for step in range(1, 5):  # windows go on where they ended
+    for step in range(1, 5):  # windows continue where the last one ended
         own = [1.0, 1.4]
         change = rebalancer.observe(199 + 5 * step, own, (768, 560))
         if change:
@@ -147,7 +145,7 @@ def test_what_was_wrong_from_the_start_is_told_apart_from_what_changed() -> None
 
 @pytest.mark.parametrize("passes", [False, True])
 def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
-    """Where the plan doesn't say what a device holds, a pass gets a quarter more rows at most."""
+    """Without a known memory, a pass grows by at most a quarter."""
     curves = proportional_curves((100, 100))
     (change,) = feed(Rebalancer((100, 100), curves, (110, 0), passes), [1.0, 4.0], curves, 10)
     assert change.shares == ((160, 40) if passes else (110, 90))
@@ -159,10 +157,10 @@ def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
 @pytest.mark.parametrize("least", [0.008, 0.014, 0.020, 0.026])
 @pytest.mark.parametrize("room", [16, 32, 64])
 def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, room: int) -> None:
-    """The neighbour limits the rows of a pass on the second rank, and every pass takes the host a
-    minimum time.
+    """The best shares next to a neighbour are found in a few windows.
 
-    The first rank's memory is measured and holds all rows: its passes grow, and aren't cut by a
+    The neighbour limits the rows of a pass on the second rank, and each pass takes the host a
+    minimum time. The first rank's measured memory holds all rows, so its passes aren't limited by a
     guess.
     """
     rule = Rebalancer((128, 128), proportional_curves((128, 128)), (0, 0), True)
@@ -201,14 +199,14 @@ def test_shares_stay_multiples_of_what_they_were_where_they_are_large() -> None:
 
 
 def trained(slowdown: object, noise: float, steps: int, **stalls: int) -> tuple[Machine, Run]:
-    """Two like devices in steps of 0.12 s."""
+    """Train on two equal devices in steps of 0.12 s."""
     curves = proportional_curves((1000, 1000))
     some = Machine(200, curves, curves, 0.02)
     return some, rebalance(some, Trace(0.12 * steps, slowdown, noise, **stalls))  # type: ignore[arg-type]
 
 
 def test_noise_and_stalls_move_nothing() -> None:
-    """5 and 10 % for 5,000 steps: a change at most; stalls of a rank, or of the input, none."""
+    """5 and 10 % of noise in 5,000 steps give at most one change; stalls give none."""
     for noise in (0.05, 0.1):
         _, run = trained(at_rest, noise, 5000)
         assert run.steps > 4500
@@ -218,7 +216,7 @@ def test_noise_and_stalls_move_nothing() -> None:
 
 
 def test_a_slow_device_loses_rows_within_20_steps_and_gets_them_back() -> None:
-    """Slower by 40 % from step 200 to about step 570, when 76 s are over."""
+    """It is 40 % slower from step 200 until 76 s are over, at about step 570."""
     _, run = trained(slower(1.4, 24.0, 76.0), 0.02, 1000)
     slowed, *later = run.changes
     assert 200 < slowed[0] <= 220
@@ -231,7 +229,7 @@ def test_a_slow_device_loses_rows_within_20_steps_and_gets_them_back() -> None:
 
 
 def test_what_comes_and_goes_too_fast_is_left_alone_soon() -> None:
-    """A neighbour for 2 s in 8: it follows once, and then waits."""
+    """After the first slowdown of 2 s in each 8 s, the rule waits."""
     some, run = trained(flipping(8.0, 0.25), 0.02, 5000)
     assert len(run.changes) <= 6
     assert run.samples >= 0.99 * stay(some, Trace(600.0, flipping(8.0, 0.25), 0.02)).samples

@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=40)
 
 @st.composite
 def assigners(draw: st.DrawFn, tokens: int = 300) -> RowAssigner:
-    """Ranks whose costs have nothing in common; the first can hold the longest row."""
+    """Draw ranks with unrelated costs; the first can hold the longest row."""
     ranks = draw(st.integers(1, 5))
     costs = draw(
         st.lists(
@@ -81,7 +81,7 @@ def test_rows_of_one_length_are_dealt_as_without_lengths(
 def test_no_way_is_faster_than_the_bound(
     lengths: list[int], ranks: int, draws: random.Random
 ) -> None:
-    """Also a random way to deal, for ranks that differ in speed only."""
+    """Even a random assignment is slower, for ranks that differ only in speed."""
     speeds = [draws.uniform(0.2, 1) for _ in range(ranks)]
     costs = [RankCost(Cost(3 / speed, 1 / speed, 0.01 / speed)) for speed in speeds]
     least = least_seconds(lengths, costs)
@@ -106,8 +106,9 @@ def test_no_way_is_faster_than_the_bound(
 def test_one_device_has_nearly_the_best_passes(
     lengths: list[int], fixed: float, bends: bool
 ) -> None:
-    """Against all cuts of the batch: a cut may be where rows are 3 % longer, which is 6 % if
-    seconds go by squares.
+    """The passes are compared with all divisions of the batch.
+
+    A cut may be at rows that are 3 % longer, which is 6 % if the time is quadratic.
     """
     rank = RankCost(Cost(fixed, 1.0, 0.1 if bends else 0.0))
     (seconds,) = RowAssigner((rank,), (1.0,)).assign(lengths).seconds

@@ -1,6 +1,4 @@
-"""A process finds its share by host and device; one that is missing or taken twice is refused in a
-sentence.
-"""
+"""A process finds its share by host and device; missing or doubled shares are refused."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ SLICES = [share("cpu-0-of-1", "one"), share("cpu-0-of-2", "two"), share("cpu-1-o
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Share], list[RankInfo], list[int]]:
-    """Shares on one to three hosts, the same names of devices on each, and their ranks in any
-    order.
-    """
+    """Draw shares on one to three hosts with equal device names, and their ranks in any order."""
     hosts = [f"host{i}" for i in range(draw(st.integers(1, 3)))]
     shares = [share(f"GPU-{i}", host) for host in hosts for i in range(draw(st.integers(1, 4)))]
     shares = draw(st.permutations(shares))
@@ -44,7 +40,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Share], list[RankInfo], list[int]]:
 def test_a_rank_finds_its_share_by_host_and_device(
     world: tuple[list[Share], list[RankInfo], list[int]],
 ) -> None:
-    """Whatever the order of ranks."""
+    """This holds for any order of ranks."""
     shares, ranks, order = world
     assert order_shares(shares, ranks) == tuple(order)
 
@@ -65,7 +61,7 @@ def test_a_share_taken_twice_is_refused(
 
 
 def test_slices_that_nobody_names_are_taken_by_local_rank() -> None:
-    """As under torchrun: within a host in the plan's order, whichever host comes first."""
+    """As under torchrun, the plan's order within a host counts, whichever host comes first."""
     ranks = [info(host="two"), info(host="two", local_rank=1), info(host="one")]
     assert order_shares(SLICES, ranks) == (1, 2, 0)
     with pytest.raises(PlanError, match="Rank 2 trains on none"):
@@ -81,8 +77,9 @@ def test_slices_that_nobody_names_are_taken_by_local_rank() -> None:
 
 
 def test_gpus_that_a_process_sees_are_taken_by_local_rank() -> None:
-    """In the plan's order, not in the framework's; a launcher may also show each process its
-    own.
+    """The plan's order counts, not the framework's.
+
+    A launcher may also show each process only its own GPU.
     """
     shares = [share("GPU-b"), share("GPU-a"), share("GPU-c")]
     seen = ("GPU-a", "GPU-b", "GPU-other", "GPU-c")
@@ -107,7 +104,7 @@ def test_ranks_with_another_plan_are_named() -> None:
 
 
 def test_ranks_that_would_train_otherwise_are_named() -> None:
-    """If one only changed its shares, rows would come twice and others not at all."""
+    """If only one rank changed its shares, some rows would be doubled and others missing."""
     options = [{"weigh": "loss", "rebalance": rank == 2} for rank in range(3)]
     with pytest.raises(RequestError, match="Rank 2 has rebalance=True, rank 0 has rebalance=False"):
         check_agreement([info(options=each) for each in options])

@@ -1,4 +1,4 @@
-"""Laws of the arithmetic that splits a batch."""
+"""Properties of the arithmetic that divides a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_device_gets_samples_exactly_if_its_ratio_and_the_batch_allow(
 
 @given(st.integers(0, 10**9), st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
 def test_apportion_stays_within_one_sample_of_the_quota(extra: int, ratios: list[int]) -> None:
-    """Where each quota is a sample or more, so that none is rounded up to one."""
+    """This holds if each quota is at least one sample, so that none is rounded up to one."""
     total = sum(ratios)
     batch = total + extra
     quotas = [Fraction(batch * ratio, total) for ratio in ratios]
@@ -57,7 +57,7 @@ def test_apportion_stays_within_one_sample_of_the_quota(extra: int, ratios: list
 
 @given(st.lists(st.integers(0, 4096), min_size=1, max_size=12).filter(any))
 def test_ratios_of_whole_shares_give_those_shares_again(sizes: list[int]) -> None:
-    """What a plan stores as floats comes back as the samples that were measured."""
+    """A plan's stored floats give the measured samples again."""
     total = sum(sizes)
     assert apportion(total, [size / total for size in sizes]) == tuple(sizes)
 
@@ -74,8 +74,9 @@ def test_a_larger_ratio_never_gets_less(batch: int, ratios: list[int]) -> None:
 
 
 def test_the_samples_of_tiny_shares_come_from_the_device_furthest_above_its_quota() -> None:
-    """Three devices get one sample each for a quota of 0.1; of 3.88 and 3.83, the smaller quota
-    gives.
+    """Three devices get one sample each for a quota of 0.1.
+
+    Of the quotas 3.88 and 3.83, the smaller one gives a sample.
     """
     assert apportion(8, [0.1, 0.1, 0.1, 4, 3.95]) == (1, 1, 1, 3, 2)
 

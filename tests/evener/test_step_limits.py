@@ -1,4 +1,4 @@
-"""What limits a training is told from the sums of its ranks' steps."""
+"""The limits of a training run, found from the sums of its ranks' steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = st.floats(0, 100)
 def rank(
     name: str = "GPU:0", least: float = 0.001, spread: float = 0.01, **parts: Any
 ) -> MeasuredRank:
-    """A rank with these seconds of a mean step; own work is 0.1 s unless said."""
+    """Return a rank with these seconds in a mean step; the compute time is 0.1 s by default."""
     seconds = {"own_work_s": 0.1, "meeting_s": 0.001, **parts}
     sums = StepSums(STEPS, **{part: STEPS * each for part, each in seconds.items()})
     own, meeting = seconds["own_work_s"], seconds["meeting_s"]
@@ -49,7 +49,7 @@ def test_a_part_that_is_long_on_every_rank_limits_the_training(part: str, kind: 
 
 
 def test_rows_that_come_within_half_a_millisecond_come_as_fast_as_from_workers() -> None:
-    """A tiny model's loader takes a part of its step that no worker process would save."""
+    """Loading for a tiny model takes time that worker processes couldn't save."""
     tiny = [rank(own_work_s=0.006, input_s=0.0005)]
     assert kinds(*tiny) == []
     larger = [rank(own_work_s=0.6, input_s=0.05)]
@@ -57,13 +57,13 @@ def test_rows_that_come_within_half_a_millisecond_come_as_fast_as_from_workers()
 
 
 def test_what_a_trainer_needs_between_two_steps_is_no_limit() -> None:
-    """2.4 ms of callbacks and schedules in a step of 19 ms; 24 in one of 190 are a log's."""
+    """2.4 ms of callbacks and schedules in 19 ms are no limit; 24 ms of logging in 190 ms are."""
     assert kinds(rank(own_work_s=0.0166, between_s=0.0024)) == []
     assert kinds(rank(own_work_s=0.166, between_s=0.024)) == [LimitKind.BETWEEN]
 
 
 def test_an_optimizer_is_a_limit_once_half_as_many_updates_gain_a_tenth() -> None:
-    """Of a step of 100 ms."""
+    """The step takes 100 ms."""
     errors = StepSums(STEPS, update_s=0.002)
     assert kinds(rank(own_work_s=0.082, update_s=0.018)._replace(errors=errors)) == []
     named = kinds(rank(own_work_s=0.075, update_s=0.025)._replace(errors=errors))
@@ -88,7 +88,7 @@ def test_a_part_whose_gain_is_uncertain_is_not_named() -> None:
 
 
 def test_a_part_of_one_rank_costs_what_the_others_wait_for_it() -> None:
-    """A checkpoint of the first rank, and a slow disk of the second."""
+    """The parts are a checkpoint on the first rank, and a slow disk on the second."""
     first, second = rank(files_s=0.02), rank("GPU:1", meeting_s=0.021)
     (limit,) = judge_training([first, second]).limits
     assert (limit.kind, limit.by) == (LimitKind.CHECKPOINTS, "GPU:0")

@@ -1,6 +1,4 @@
-"""What a training's steps took by its first and last shares: which steps count, and what is claimed
-of them.
-"""
+"""Step times with a run's first and last shares: which steps count, and the claimed gain."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ EVEN, MOVED = (64, 64), (80, 48)
 def record(
     *stretches: tuple[tuple[int, int], int, float], disturbed: tuple[int, ...] = ()
 ) -> StepRecord:
-    """The record of one rank: shares, the number of steps, and seconds of each."""
+    """Return one rank's record, from shares, number of steps and seconds per step."""
     made, step = StepRecord(), 0
     for shares, steps, step_s in stretches:
         for number in range(steps):
-            slow = 5.0 if number < 3 else 1.0  # kernels are chosen
+            slow = 5.0 if number < 3 else 1.0  # kernels are being chosen
             made.add(shares, step_s * slow, step_s * slow, step in disturbed)
             step += 1
     return made
@@ -39,7 +37,7 @@ def test_first_steps_and_disturbed_ones_do_not_count() -> None:
 
 
 def test_shares_count_that_enough_steps_had() -> None:
-    """Shares that change three steps before the end were hardly trained by."""
+    """Shares set three steps before the end don't count."""
     made = record((EVEN, 6, 0.3), (MOVED, 300, 0.2), ((96, 32), 300, 0.1), (EVEN, 6, 0.3))
     assert made.first is not None
     assert made.first.shares == MOVED
@@ -74,7 +72,7 @@ def seen(
     noise: float,
     rest_s: float = 0.02,
 ) -> list[ShareTimes]:
-    """What ranks that take these seconds a row see by these shares in 60 steps."""
+    """Return the share times of ranks with these seconds per row over 60 steps."""
     numbers, made = random.Random(seed), [StepRecord(), StepRecord()]
     for _ in range(60):
         own = [

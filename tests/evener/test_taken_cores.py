@@ -1,4 +1,4 @@
-"""Whether a process is starved of cores, how long, and by whom: with real processes on one core."""
+"""Whether a process is starved of cores, for how long, and by whom; with real processes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from evener.system.taken_cores import (
 )
 
 BUSY = "while True: pass"
-NOBODY = -1  # no process is under it
+NOBODY = -1  # no process has this parent
 SCHEDSTAT = Path("/proc/self/schedstat")
 pytestmark = pytest.mark.skipif(not SCHEDSTAT.exists(), reason="the kernel doesn't count delays")
 
 
 @pytest.fixture(autouse=True)
 def all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a program that gets little of a busy machine."""
+    """Name even a program that gets little of a busy machine."""
     monkeypatch.setattr(taken_cores, "LEAST_CORES", 0.0)
 
 
 def spin(seconds: float) -> None:
-    """Compute for this long by the clock."""
+    """Compute for this long in wall time."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
 def start_load(folder: Path, core: int, count: int) -> list[subprocess.Popen[bytes]]:
-    """Processes that compute without an end on one core: `python busy_load.py`."""
+    """Start processes that compute forever on one core: `python busy_load.py`."""
     script = folder / "busy_load.py"
     script.write_text(
         f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{BUSY}\n"
@@ -111,7 +111,7 @@ def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
 def test_threads_that_wait_for_each_other_are_not_starved(
     busy_s: float, starved_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one core, 0.6 s of work in a second; three threads wait for each other all the time."""
+    """On one core, three threads do 0.6 s of work per second and otherwise wait for each other."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     clock, spent = iter((10.0, 11.0)), [0.0, 0.0]
     monkeypatch.setattr("evener.system.taken_cores.time.perf_counter", lambda: next(clock))
@@ -127,7 +127,7 @@ def test_threads_that_wait_for_each_other_are_not_starved(
 def test_time_that_the_hypervisor_takes_is_none_that_a_thread_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the process's own cores, and as much of it as the process had of these cores."""
+    """Steal time of the process's cores counts in proportion to the process's use of them."""
     stat, spent = tmp_path / "stat", [0.0]
 
     def write(busy: int, stolen: int) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for a library's threads to sleep."""
+"""Waiting until a library's threads sleep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from evener.system.threads import wait_until_asleep
 
-SET_NAME = 15  # of prctl
+SET_NAME = 15  # PR_SET_NAME of prctl
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads do")

@@ -1,5 +1,6 @@
-"""Audits of a PyTorch loss by few rows of data: which kinds of models and losses they take for
-right, and that no trace of them is left.
+"""Audits of PyTorch losses on a few rows of data.
+
+Which models and losses count as right, and that audits leave no trace.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Loss = Callable[[Any, Any, Any], Any]
 
 
 class Points:
-    """Rows (x, class): classes in order, so that the first rows have one."""
+    """A data set of rows (x, class) in order of classes, so that the first rows have one class."""
 
     def __init__(self, rows: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -49,14 +50,14 @@ class Points:
 
 
 class Texts(Points):
-    """Rows of 1 to 9 values each."""
+    """A data set of rows with 1 to 9 values."""
 
     def __getitem__(self, row: int) -> Any:
         return self.x[row, 0] + torch.arange(row * 7 % 9 + 1.0), self.y[row]
 
 
 def pad(rows: Any) -> Any:
-    """Rows as long as the longest, with zeros."""
+    """Pad rows with zeros to the longest."""
     values = nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
     return values, torch.stack([y for _, y in rows])
 
@@ -64,10 +65,10 @@ def pad(rows: Any) -> Any:
 def find_cause(
     make: Callable[[], Any], loss: Loss, data: Any = Points, collate: Any = default_collate
 ) -> str:
-    """The cause of a difference that the audit of a model's first step finds, "" for none.
+    """Return the cause of a difference found by the audit of a first step; "" without one.
 
-    A later audit, which is quick where it can be, finds a difference too or none. No trace of
-    the audits is left.
+    Checks that a later audit, which is quick if possible, also finds a difference or none, and that
+    audits leave no trace.
     """
     torch.manual_seed(0)
     model = make().train()
@@ -96,7 +97,7 @@ def audit_rows(
     most: int = ROWS,
     change: Callable[[Computations], Computations] = lambda computations: computations,
 ) -> Audited:
-    """An audit of a model's loss of some rows, by changed ways."""
+    """Audit a model's loss on some rows, with changed computations."""
     device = next(model.parameters()).device
     few = fetch_rows(data, collate, range(45), most)
     assert few is not None
@@ -142,7 +143,7 @@ class Noise(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Layers that take their dropout as an argument: cuDNN's recurrent ones, fused attention."""
+    """A model whose layers take dropout as an argument: cuDNN's recurrent ones, fused attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Recurrent(nn.Module):
 
 
 class Late(nn.Module):
-    """Adds noise by a generator of its own, once `draws` is set."""
+    """Adds noise from its own generator once `draws` is set."""
 
     draws = False
 
@@ -176,7 +177,7 @@ class NumpyNoise(nn.Module):
 
 
 class OneScale(nn.Module):
-    """Draws a number for all rows."""
+    """Draws one number for all rows."""
 
     def forward(self, x: Any) -> Any:
         return x * numpy.random.rand()
@@ -188,7 +189,7 @@ class RowScales(nn.Module):
 
 
 class Reader(nn.Module):
-    """Dropout, then the values' mean, with padding; or their sum, with noise for each place."""
+    """A model with dropout and the mean over values with padding, or their sum with noise."""
 
     def __init__(self, reads_padding: bool) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ def test_only_random_numbers_beside_dropout_s_keep_audits_from_being_quick() -> 
 
 
 def test_an_audit_is_three_passes_and_only_the_very_first_pass_is_intercepted() -> None:
-    """An intercepted pass takes several times as long on the host."""
+    """An intercepted pass takes the host several times as long."""
     intercepted = []
 
     def note_pass(model: Any, x: Any, y: Any) -> Any:
@@ -263,9 +264,9 @@ def test_an_audit_is_three_passes_and_only_the_very_first_pass_is_intercepted() 
 
 
 def test_all_rows_of_an_audit_are_on_the_device() -> None:
-    """Also those that are only computed to find the cause of a difference."""
+    """This includes rows that are computed only to find the cause of a difference."""
 
-    class Training(SimpleNamespace):  # held by a weak reference
+    class Training(SimpleNamespace):  # must support weak references
         pass
 
     training = Training(world=1, rank=0, strict=False, device=torch.device("meta"))
@@ -285,7 +286,7 @@ def test_an_audit_takes_the_memory_that_a_step_has_freed(monkeypatch: Any) -> No
 
 
 def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:
-    """Its numbers are the same ones for each row, in whichever part it is computed."""
+    """Its numbers are the same for each row, whichever part it is in."""
     model, known = Late(), KnownPasses()
     for model.draws in (False, False, True, True):
         found = audit_rows(model, classify, Points(45), default_collate, known)
@@ -307,7 +308,7 @@ def test_sums_of_a_small_gradient_are_the_same_beside_others() -> None:
 
 
 def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:
-    """As on a GPU that has no memory left for all of them."""
+    """This happens on a GPU without memory for all of them."""
     torch.manual_seed(0)
     rows = torch.randn(6, 300)
     tied = nn.Linear(300, 300)
@@ -340,7 +341,7 @@ def test_kernels_of_a_gpu_leave_no_trace_either() -> None:
 
 
 def test_dropout_explains_no_padding_that_is_read() -> None:
-    """Places of a shorter and a longer row draw the same noise; nothing is dropped."""
+    """Positions of shorter and longer rows draw the same noise, and dropout is disabled."""
     assert find_cause(lambda: Reader(reads_padding=False), classify, Texts, pad) == ""
     assert find_cause(lambda: Reader(reads_padding=True), classify, Texts, pad) == "collation"
 
@@ -372,7 +373,7 @@ def penalize(model: Any, x: Any, _: Any) -> Any:
 
 
 def improve(model: Any, x: Any, _: Any) -> Any:
-    """A policy's loss, which is 0 in its first step: advantages beside the batch's mean."""
+    """Return a policy loss that is 0 in its first step: advantages relative to the batch's mean."""
     scores = model(x)[:, 0]
     return ((scores - scores.detach()).exp() * (x[:, 0] - x[:, 0].mean())).mean()
 
@@ -401,7 +402,7 @@ def test_a_zero_head_hides_no_weights_of_classes() -> None:
 
 
 class Clamped(nn.Module):
-    """Clamps the gradient of an activation, by a hook."""
+    """Clamps the gradient of an activation in a hook."""
 
     def __init__(self, most: float) -> None:
         super().__init__()
@@ -422,9 +423,10 @@ class Clamped(nn.Module):
 def test_a_clamp_within_the_backward_pass_counts_where_it_acts(
     most: float, scale: float | None, cause: str
 ) -> None:
-    """A loop's gradients are weighted after the backward pass, others before it.
+    """A clamp that changes the gradient is named as the cause.
 
-    Large batches have small gradients of each row, which a clamp leaves as they are.
+    A plain loop's gradients are weighted after the backward pass, others before it. In large
+    batches each row's gradient is too small to be clamped.
     """
 
     def weigh(computations: Computations) -> Computations:

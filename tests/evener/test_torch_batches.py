@@ -1,6 +1,4 @@
-"""Which batch a loop computes: the one that it names, or the one that its tensors are recognized as
-of.
-"""
+"""Which batch a loop computes: the one it names, or the one its tensors belong to."""
 
 from __future__ import annotations
 
@@ -12,13 +10,11 @@ from evener.torch.rows.loader import Epoch
 from evener.torch.step.batches import BatchTracker, Match, match_objects
 from evener.torch.step.recognition import match_addresses
 
-FULL, TAIL = (6, 2), (2, 1)  # rows of two ranks in a batch, and in the epoch's last one
+FULL, TAIL = (6, 2), (2, 1)  # rows of two ranks in a full batch, and in the epoch's last one
 
 
 def take_two(second: tuple[int, ...] = TAIL) -> tuple[BatchTracker, list[torch.Tensor]]:
-    """A tracker of two batches, of which a loop has taken the second before it computes the first,
-    and their tensors.
-    """
+    """Return a tracker whose loop took the second batch before computing the first, and tensors."""
     tracker, epoch = BatchTracker(), Epoch(tail=TAIL)
     batches = [torch.ones(6, 3), torch.ones(2, 3)]
     for sizes, batch in zip((FULL, second), batches, strict=True):
@@ -37,7 +33,7 @@ def test_a_batch_that_was_taken_early_keeps_its_own_weight(match: Match) -> None
 
 
 def test_a_named_batch_is_known_by_the_loaders_own_tensors_and_not_by_their_memory() -> None:
-    """A loop that calls backward itself may give views; one that names its batch has it."""
+    """A loop that calls backward itself may pass views; one that names its batch passes itself."""
     tracker, batches = take_two()
     views = [batch.view(-1) for batch in batches]
     found = tracker.find(views[0], True, match_addresses)

@@ -1,10 +1,9 @@
-"""Real ranks end with the weights of one process, to float64's rounding, or with a sentence that
-names what to change.
+"""Real ranks end with the float64 weights of one process, or with a message.
 
-Loops of every kind, and programs as users write them: the rows of the tables in
-docs/training_torch.md. The programs' data sets have 25 rows, whose last batch of 8 has 1, on two
-ranks; and also 29, whose last has 5, on three, where a program does something with rows. Ranks are
-on gloo; on NCCL where there are GPUs.
+The message names what to change. The cases are loops of every kind, and programs as users write
+them: the rows of the tables in docs/training_torch.md. The programs' data sets have 25 rows, so the
+last batch of 8 has 1, on two ranks; and 29 on three ranks, whose last batch has 5, if a program
+does something with rows. Ranks use gloo, or NCCL if there are GPUs.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ Trained = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def three(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What the ranks of a plan saved, 5:2:1 with a device left out: every case, and programs with a
-    tail of 5 rows.
+    """Return the results of a plan's ranks with 5:2:1 rows and a device left out.
+
+    They have every case, and programs with a last batch of 5 rows.
     """
     given = (5, 0, 2, 1), programs.TAIL, True
     return trainer_ranks(
@@ -45,7 +45,7 @@ def three(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def two(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What two ranks saved, 6:2: every program with a tail of one row."""
+    """Return the results of two ranks with 6:2 rows: every program with a last batch of one row."""
     given = (6, 2), programs.SHORT_TAIL, False
     return trainer_ranks(
         "tests.support.torch_programs.run_all", *given, world=2, imports="torch.distributed.fsdp"
@@ -54,7 +54,7 @@ def two(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
 
 @pytest.fixture
 def ended(two: list[Any], three: list[Any]) -> Ended:
-    """What every program returned or was refused with, rank by rank."""
+    """Return each program's result or error, rank by rank."""
     return {
         key: [found[key] for found, _ in ranks] for ranks in (two, three) for key in ranks[0][0]
     }
@@ -62,12 +62,12 @@ def ended(two: list[Any], three: list[Any]) -> Ended:
 
 @pytest.fixture
 def trained(three: list[Any]) -> list[Trained]:
-    """What every case learned, rank by rank."""
+    """Return the results of every case, rank by rank."""
     return [cases for _, cases in three]
 
 
 def check(trained: list[Trained], name: str, case: Any) -> None:
-    """Every rank has the weights and the losses of the plain loop."""
+    """Check that every rank has the weights and losses of the plain loop."""
     weights, losses = RANKS.reference(case, case.global_batch(8), RANKS.OVER_AN_EPOCH)
     for rank in trained:
         for mine, expected in zip(rank[name][0], weights, strict=True):
@@ -81,14 +81,14 @@ def test_the_weights_are_those_of_one_process(trained: list[Trained], name: str)
 
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
-    """NCCL, and batch normalization over the global batch."""
+    """Tests NCCL, and batch normalization over the global batch."""
     trained = gpu_ranks("tests.support.torch_ranks.train_all", (6, 2))
     for name, case in {**RANKS.CASES, **RANKS.GPU_CASES}.items():
         check(trained, name, case)
 
 
 def test_the_trainings_moved_the_weights() -> None:
-    """What is compared is not the start: every case moves some weight by more than a thousandth."""
+    """Every case moves some weight by more than a thousandth, so the comparison is meaningful."""
     for case in {**RANKS.CASES, **RANKS.GPU_CASES}.values():
         start = [weights.detach() for weights in RANKS.model(case).parameters()]
         weights, _ = RANKS.reference(case, case.global_batch(8), RANKS.OVER_AN_EPOCH)
@@ -102,12 +102,12 @@ COMPILED = (
     "compiled_after_wrap",
     "compiled_before_wrap",
     "wrap_of_a_compiled_ddp",
-)  # the model of wrap_of_a_ddp
+)  # the model of wrap_of_a_ddp itself
 
 
 @cache
 def one_process(name: str, rows: int) -> list[torch.Tensor]:
-    # a model that isn't compiled computes the same, and starts a second sooner
+    # a model that isn't compiled gives the same results, and starts a second sooner
     if name in COMPILED:
         return one_process("wrap_of_a_ddp", rows)
     result = programs.run(programs.EXACT[name], (8,), rows)
@@ -137,7 +137,7 @@ def test_it_is_refused_on_every_rank(ended: Ended, name: str) -> None:
 
 
 def test_the_programs_move_the_weights() -> None:
-    """What is compared isn't the start."""
+    """The programs move the weights, so the comparison is meaningful."""
     start = programs.weights(programs.network())
     for mine, before in zip(one_process("plain", 29), start, strict=True):
         assert float((mine - before).abs().max()) > 1e-3
@@ -145,9 +145,7 @@ def test_the_programs_move_the_weights() -> None:
 
 @contextmanager
 def one_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
-    """A process group of one rank that takes itself for the first of several, so that models are
-    wrapped.
-    """
+    """A process group of one rank that poses as the first of several, so models are wrapped."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -161,20 +159,20 @@ def one_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
 
 
 def _answer_alike(every: list[torch.Tensor], own: torch.Tensor) -> None:
-    """An all-gather in which the other ranks send what this one does."""
+    """An all-gather in which the other ranks send the same as this one."""
     for each in every:
         each.copy_(own)
 
 
 @pytest.fixture
 def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
-    """The first of two ranks."""
+    """A split that poses as the first of two ranks."""
     with one_of(2, monkeypatch) as split:
         yield split
 
 
 def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> None:
-    """As update_bn of averaged weights takes them."""
+    """Such statistics come from update_bn for averaged weights."""
     model, loader = torch.nn.BatchNorm1d(5).double(), one_rank_of_two.loader(programs.data(24))
     with pytest.warns(UserWarning, match="update_bn takes statistics of this rank's rows"):
         torch.optim.swa_utils.update_bn(loader, model)
@@ -197,7 +195,7 @@ def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(
 
 
 def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
-    """A hundred models wrapped, trained for a short step and dropped leave nothing behind."""
+    """A hundred models that are wrapped, trained for a step and dropped leave nothing behind."""
     split = one_rank_of_two
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     for _ in range(100):
@@ -225,9 +223,7 @@ def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_split_that_is_dropped_is_not_kept(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what is said as the process ends nor the watch of other ranks keeps it, or its rules
-    for optimizers.
-    """
+    """Neither the exit message, the watcher of peers nor optimizer rules keep it alive."""
     with one_of(ranks, monkeypatch) as split:
         alive = weakref.ref(split.passes), weakref.ref(split.weights)
         del split

@@ -1,5 +1,6 @@
-"""The PyTorch examples run as they stand, with small sizes, in forked ranks that have evener
-launch's environment.
+"""The unchanged PyTorch examples run with small sizes, in forked ranks.
+
+The ranks have evener launch's environment.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
-    """`run(name, *words, world=1)`: what an example prints on these devices, in its first rank; in
-    float64.
+    """Runs an example and returns the output of its first rank: `run(name, *words, world=1)`.
+
+    The examples run in float64.
     """
 
     def run_example(
@@ -43,7 +45,7 @@ def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    """A plan for two slices, 24 + 8 samples a step, the first one's in three passes."""
+    """A plan for two slices with 24 + 8 samples per step, the first in three passes."""
     shares = tuple(Share(f"cpu-{i}-of-2", i, "a slice", 0, 0.0) for i in range(2))
     layout = make_layout("split", shares, (24, 8), micros=(10, 8))
     make_plan(layout, throughput=Throughput(960.0, 960.0, 960.0)).save(tmp_path / "plan.toml")
@@ -51,18 +53,17 @@ def plan(tmp_path: Path) -> str:
 
 
 def epochs(text: str) -> list[list[str]]:
-    """Loss and accuracy of each epoch."""
+    """Return loss and accuracy of each epoch."""
     return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+), [\d,]+ samples/s", text)
 
 
 def test_training_by_a_plan_learns_what_one_device_learns(
     plan: str, run: Callable[..., str]
 ) -> None:
-    """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the
-    plan's figure.
+    """Ranks of 24 and 8 rows print one process's loss and accuracy, and the plan's speed.
 
-    Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how
-    they sum float32.
+    Their time is over in the first epoch, which both complete. float64 is used because CPUs differ
+    in the order of float32 sums.
     """
     name, rows = "torch_train.py", ("--rows", "1000")
     two = run(name, *rows, "--seconds", "0.01", world=2, how="_by_plan", given=[plan])
@@ -77,9 +78,7 @@ def test_training_by_a_plan_learns_what_one_device_learns(
 def test_a_script_goes_on_from_its_checkpoint(
     plan: str, tmp_path: Path, run: Callable[..., str]
 ) -> None:
-    """On two devices, after 100 of an epoch's 128 steps on one: what is left of the first epoch,
-    and the second.
-    """
+    """After 100 of 128 steps on one device, two devices continue the epoch, and train another."""
     layout = make_layout("solo", (Share("cpu-0-of-2", 0, "a slice", 0, 0.0),), (32,))
     make_plan(layout).save(tmp_path / "solo.toml")
     words = ("--checkpoint", str(tmp_path / "a.pt"), "--every", "100")
@@ -91,10 +90,9 @@ def test_a_script_goes_on_from_its_checkpoint(
 
 
 def test_the_recurrent_experiment_gives_its_table(run: Callable[..., str]) -> None:
-    """One device and two unequal ones have the same accuracies, to one in the last digit: the
-    script is in float32.
+    """One device and two unequal ones have the same accuracies, up to one in the last digit.
 
-    The two, which the script would start by torchrun, are forked.
+    The script uses float32. The two ranks, which it would start by torchrun, are forked.
     """
     words = [
         "--units",

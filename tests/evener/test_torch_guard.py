@@ -1,5 +1,6 @@
-"""The guard: which losses of a loop are means over rows, by the loop's own functions computed
-again.
+"""The guard, which checks whether a loop's losses are means over rows.
+
+It computes them again with the loop's own functions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Body = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Scaled(torch.autograd.Function):
-    """A function of the user's own."""
+    """A user-defined autograd function."""
 
     @staticmethod
     def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def read_back(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def drawn(model: Any, inputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The draws of diffusers: a generator that may be None, and numbers that go by the shape."""
+    """Return a loss with diffusers' random numbers: an optional generator, drawn by shape."""
     options = {"device": inputs.device, "dtype": inputs.dtype}
     noise = torch.randn(inputs.shape, generator=None, layout=torch.strided, **options)
     noise = noise + torch.rand(inputs.shape, generator=None, **options)
@@ -80,14 +81,14 @@ def drawn_from_its_own_generator(model: Any, inputs: torch.Tensor, _: Any) -> to
 
 
 def read_when_complete(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A figure is logged before the backward pass, of a loss that a float is multiplied with."""
+    """Return a loss whose number is logged before the backward pass, and multiplied by a float."""
     loss = functional.cross_entropy(model(inputs * 0.18215) * 0.5, labels)
     assert loss.item() > 0
     return loss
 
 
 def read_beside(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A second loss comes after a read of the first, and no number is in it."""
+    """Return a second loss, computed after a read of the first."""
     first = functional.cross_entropy(model(inputs) * 0.5, labels)
     assert first.item() > 0
     return first + functional.cross_entropy(model(inputs), labels, label_smoothing=0.1)
@@ -177,7 +178,7 @@ OTHER: dict[str, tuple[Body, str]] = {
 
 
 def judge(body: Body, rows: int = ROWS) -> str:
-    """What the guard finds of one step of a loop."""
+    """Return what the guard finds in one step of a loop."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
     inputs, labels = torch.randn(rows, 5, dtype=torch.float64), torch.arange(rows) % 3
@@ -221,7 +222,7 @@ def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
     "batch", [[torch.ones(6, 4), torch.ones(4)], [torch.ones(6, 4), torch.ones(6)]]
 )
 def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch: Any) -> None:
-    """A time-major batch of four samples, which would be cut between its steps."""
+    """A time-major batch of four samples would be split between its time steps."""
     model = nn.Linear(4, 1, dtype=torch.float32)
     guard = Guard([model], batch, rows=4)
     model(batch[0]).std().backward()
@@ -259,7 +260,7 @@ def test_a_buffer_that_is_changed_by_its_data_is_put_back() -> None:
 
 
 def test_a_weight_that_the_loop_moves_in_place_stays_where_it_is() -> None:
-    """A target that follows the model, and is part of the loss."""
+    """The weight belongs to a target model that follows the trained one and is part of the loss."""
     model, target, inputs = nn.Linear(3, 1), torch.zeros(1, 3), torch.randn(ROWS, 3)
     guard = Guard([model], inputs)
     target.lerp_(torch.ones(1, 3), 0.5)

@@ -1,4 +1,4 @@
-"""Batches that some ranks leave out: ranks that step in turn in one process."""
+"""Batches that only some ranks skip; ranks take turns in one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evener.torch import left_out  # noqa: E402
 from evener.torch.left_out import LeftOutBatches  # noqa: E402
 
 USUAL, ZERO = ("a mean",), ("a product", "a mean")
-Loss = tuple[float, tuple[str, ...]]  # its value, and the operations that made it
+Loss = tuple[float, tuple[str, ...]]  # a loss: its value, and the operations that computed it
 
 
 @pytest.fixture
 def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that trains two ranks for 90 steps, with `loss(rank, step)`.
+    """A function that trains two ranks for 90 steps with `loss(rank, step)`.
 
-    It returns the step in which both find a batch that was left out, and what they find.
+    It returns the step in which both find a skipped batch, and what they find.
     """
     store = torch.distributed.HashStore()
     monkeypatch.setattr(left_out, "default_store", lambda: store)
@@ -46,7 +46,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_batch_that_one_rank_leaves_out_is_found_soon(
     find: Callable[..., Any], step: int, found_in: int | None
 ) -> None:
-    """Not if it is the first one, or among the last."""
+    """It isn't found if it is the first one, or among the last."""
     found = find(lambda rank, now: (0.0, ZERO) if (rank, now) == (1, step) else (2.0, USUAL))
     assert found == (None if found_in is None else (found_in, (step, [1])))
 
@@ -60,7 +60,7 @@ def test_ranks_without_rows_leave_nothing_out(find: Callable[..., Any]) -> None:
 
 
 def test_a_loss_may_be_0(find: Callable[..., Any]) -> None:
-    """As a hinge is where all rows are right, or another branch's loss that isn't always 0."""
+    """Examples are a hinge loss with all rows right, and a branch whose loss isn't always 0."""
     assert find(lambda rank, now: ((now + rank) % 3, USUAL)) is None
     kinds = (USUAL, ZERO)
     assert find(lambda rank, now: (1.0 if now < 9 else rank, kinds[(now + rank) % 2])) is None

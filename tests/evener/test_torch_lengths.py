@@ -1,4 +1,4 @@
-"""Batches of rows of unequal length in one process; several ranks are in test_torch_exact."""
+"""Batches of rows of unequal length in one process; test_torch_exact has several ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def plan(cost: Cost, tokens: int = 0) -> Plan:
 
 @pytest.fixture
 def split() -> Split:
-    """One device, on which a pass costs as much as 10 tokens."""
+    """A split over one device, on which a pass costs as much as 10 tokens."""
     return Split(plan(Cost(10, 1, 0)))
 
 
 def passes(split: Split, loader: Loader) -> list[list[list[int]]]:
-    """The rows of each pass of each batch."""
+    """Return the rows of each pass of each batch."""
     return [[part.batch["rows"].tolist() for part in parts(split, batch)] for batch in loader]
 
 
@@ -98,8 +98,9 @@ def test_a_pass_fits_in_memory() -> None:
 
 
 def test_a_loop_without_parts_trains_where_every_batch_is_one_pass() -> None:
-    """By ratios. Where batches may have passes, the first is refused already, though it has
-    none.
+    """Such a loop works if ratios give one pass per batch.
+
+    If batches may have passes, the first batch is refused, even if it has only one.
     """
     split = Split(ratios=[1.0], global_batch=BATCH)
     assert all(
@@ -159,7 +160,7 @@ def sampler(rank: int, rows: int = 3) -> LengthSampler:
 
 
 def test_cudnn_attention_is_off_only_while_a_loop_over_dealt_rows_runs() -> None:
-    """A model of rows of one length beside it, or a validation after it, is not to be slower."""
+    """Models of rows of one length, or a later validation, must not be slowed down."""
     split = Split(ratios=[1], global_batch=8)
     loader = split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
     enabled = torch.backends.cuda.cudnn_sdp_enabled
@@ -173,7 +174,7 @@ def test_cudnn_attention_is_off_only_while_a_loop_over_dealt_rows_runs() -> None
     for _ in loader:
         break
     gc.collect()
-    assert not enabled()  # the second loop goes on
+    assert not enabled()  # the second loop continues
     del second
     gc.collect()
     assert enabled()
@@ -231,9 +232,7 @@ def test_a_state_is_that_of_a_loader_without_lengths() -> None:
 
 @pytest.fixture
 def in_float64() -> Iterator[None]:
-    """float64 is PyTorch's default: sums then don't depend on the CPU's kernels, as far as they are
-    printed.
-    """
+    """Make float64 PyTorch's default, so that printed sums don't depend on the CPU's kernels."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield

@@ -1,6 +1,4 @@
-"""What a step reads of a model, of its losses and of random numbers, without walking through all of
-it each time.
-"""
+"""Reading a step's model, losses and random numbers without walking through the whole model."""
 
 from __future__ import annotations
 
@@ -110,7 +108,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("drawn", [0, 1])  # the second normal number is ready after the first
+@pytest.mark.parametrize(
+    "drawn", [0, 1]
+)  # the second normal number is already cached after the first
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_seen_and_can_be_repeated(name: str, drawn: int) -> None:
     numpy.random.seed(1)

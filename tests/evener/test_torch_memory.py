@@ -1,4 +1,4 @@
-"""The rows that a rank says its memory will hold: a GPU's, with caps and neighbours, or a CPU's."""
+"""The rows that a rank expects its memory to hold: a GPU's with caps and neighbours, or a CPU's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class FakeGpu:
-    """A GPU of 100 GiB on which a pass takes 0.1 GiB a row beside 10 GiB."""
+    """A GPU of 100 GiB on which a pass takes 10 GiB plus 0.1 GiB per row."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fraction, self.others_bytes, self.peak, self.emptied = 1.0, 0.0, 0.0, 0
@@ -57,8 +57,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         (True, 1.0, 0, 700),
         (False, 0.5, 0, 350),
         (False, 1.0, 40, 440),
-        (False, 0.5, 60, 260),  # the neighbour leaves less than the cap does
-        (False, 0.2, 0, 100),  # the rows that it has fit already
+        (False, 0.5, 60, 260),  # the neighbour leaves less than the cap
+        (False, 0.2, 0, 100),  # the rows that have fit already
     ],
 )
 def test_a_gpu_holds_what_its_cap_and_its_neighbours_leave(
@@ -75,11 +75,11 @@ def test_a_gpu_holds_what_its_cap_and_its_neighbours_leave(
 
 
 def test_one_size_alone_promises_less(gpu: FakeGpu) -> None:
-    """All of its memory may go by rows."""
+    """With passes of one size, all of the memory may be proportional to rows."""
     gauge = MemoryGauge(torch.device("cuda", 0), 4)
     gauge.at_risk = False
     gpu.compute(100)
-    assert gauge.measure(100) == 450  # 90 GiB of 20 for 100
+    assert gauge.measure(100) == 450  # 90 GiB, of which 100 rows take 20
     gauge.make_room()
     assert gpu.emptied == 1
 
@@ -107,7 +107,7 @@ def test_unused_memory_is_returned_before_one_step_of_an_optimizer(gpu: FakeGpu)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     free_before_update(torch.device("cuda", 0))
-    # a later hook, so that PyTorch goes on through its table of hooks after evener's
+    # a later hook, so that PyTorch continues its loop over hooks after evener's
     other = register_optimizer_step_pre_hook(lambda *_: None)
     try:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""A trainer that evener hasn't: it owns the loop, and a subclass may replace three methods."""
+"""A trainer that evener doesn't know: it owns the loop, and a subclass overrides three methods."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The noise scale that trainings measure, beside that of each row's own gradient; what they learn
-stays as it is.
+"""The noise scale that training measures, compared with each row's own gradient.
+
+Measuring it doesn't change the weights.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 def test_trainers_measure_it_too(
     trainer_ranks: Callable[..., list[Any]], trainer: str, library: str
 ) -> None:
-    """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also
-    with accelerate.
+    """They measure it with a batch at a time, and when two are accumulated.
+
+    Weights are bitwise equal to those without it, also with accelerate.
     """
     skip_without(library.partition(".")[0])
     truth = programs.true_noise_scale(programs.network(), programs.data())

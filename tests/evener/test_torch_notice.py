@@ -1,5 +1,6 @@
-"""A notice that a machine is about to be taken away (SIGTERM) ends a training at one step of all
-ranks, and none of its rows is lost.
+"""A notice that the machine will be taken away (SIGTERM) ends training at one step of all ranks.
+
+No rows are lost.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ PROGRAMS = "tests.support.torch_notice_programs"
 
 
 def test_each_row_comes_once_over_ten_notices(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Each is sent to one rank alone, which the other would wait for; shares change each time."""
+    """Each notice reaches only one rank, which the other would wait for; shares change each time."""
     (first, steps), (second, its_steps) = trainer_ranks(f"{PROGRAMS}.train_on", world=2)
     assert len(steps) == NOTICES
     assert steps == its_steps
-    assert min(steps) >= 2  # not before it was sent
+    assert min(steps) >= 2  # not before the notice was sent
     assert sorted(first + second) == list(map(float, range(ROWS)))
 
 
 def test_one_process_ends_at_the_end_of_the_step(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """There is nobody to ask."""
+    """A single process needs no agreement."""
     ((rows, steps),) = trainer_ranks(f"{PROGRAMS}.train_on_alone")
     assert steps == [2] * NOTICES
     assert sorted(rows) == list(map(float, range(ROWS)))
 
 
 def test_a_trainer_saves_and_ends_at_one_step(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """With `enable_jit_checkpoint`; the next one trains the rest, and SIGTERM is what it was."""
+    """With `enable_jit_checkpoint`, the next run trains the rest; SIGTERM's handler is restored."""
     skip_without("transformers", "accelerate")
-    pytest.importorskip("transformers.trainer_jit_checkpoint")  # of transformers 5
+    pytest.importorskip("transformers.trainer_jit_checkpoint")  # new in transformers 5
     own, its = trainer_ranks(f"{PROGRAMS}.end_trainer", world=2, imports="transformers")
     assert own == its
     (ended, end), checkpoints, given_back = own

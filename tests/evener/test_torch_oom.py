@@ -1,5 +1,6 @@
-"""Passes that run out of memory, at any layer, forward or backward, on any rank: nothing is lost or
-taken twice.
+"""Passes that run out of memory: no row is lost or counted twice.
+
+They fail in any layer, forward or backward, on any rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SHARES, SEEDS = (24, 12, 8), (0,)
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What each of three ranks learned in each case."""
+    """Return the results of each of three ranks in each case."""
     return trainer_ranks("tests.support.torch_oom_programs.train_all", SHARES, SEEDS, world=3)
 
 
@@ -56,7 +57,7 @@ def test_it_learns_what_one_process_learns_that_takes_the_same_passes(
 
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
-    """Over NCCL a rank waits in the sum on the device, while its host has long gone on."""
+    """Over NCCL, a rank waits in the sum on the device, while its host continues."""
     shares, ranks = (
         (20, 12),
         gpu_ranks("tests.support.torch_oom_programs.train_all", (20, 12), SEEDS[:1]),
@@ -93,13 +94,13 @@ ROWS = torch.utils.data.TensorDataset(
 
 @pytest.fixture
 def split(alone_on_the_cpu: None) -> Split:
-    """One device that takes 8 rows at once."""
-    gc.freeze()  # each failed pass collects garbage, which would go through all that is imported
+    """A split over one device that computes 8 rows at once."""
+    gc.freeze()  # each failed pass collects garbage, which would scan everything that is imported
     return Split(ratios=[1], global_batch=8)
 
 
 def take_steps(split: Split, most: int, steps: int) -> list[list[int]]:
-    """The rows of the passes of each step, on a device that holds up to `most`."""
+    """Return the rows of each step's passes, on a device that holds up to `most` rows."""
     model = split.wrap(torch.nn.Linear(3, 1).double())
     tried: list[list[int]] = []
 
@@ -129,7 +130,7 @@ def test_smaller_passes_are_kept_and_larger_ones_tried_again(
 def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour may have taken everything between two steps."""
+    """A neighbour may have taken all memory between two steps."""
 
     def send(move: Callable[[Any], Any], batch: Any) -> Any:
         if len(batch[0]) > 3:
@@ -146,7 +147,7 @@ def test_a_row_that_never_fits_ends_in_a_sentence(
     with pytest.raises(DeviceError, match=r"no memory left to check whether smaller passes learn"):
         take_steps(split, 0, 1)
     capsys.readouterr()
-    split.passes.recovery.checked = True  # by an audit, when there was memory
+    split.passes.recovery.checked = True  # an audit checked it when there was memory
     with pytest.raises(
         DeviceError, match=r"Rank 0 ran out of memory 20 times in a row with a pass of 1 rows"
     ):
@@ -175,7 +176,7 @@ def test_other_errors_and_loops_without_a_context_end_as_they_did(split: Split) 
 
 
 def test_memory_that_runs_out_after_a_parts_backward_pass_ends_the_step(split: Split) -> None:
-    """The part's gradients are there already: computed again, its rows would count twice."""
+    """The part's gradients are complete, so its rows would count twice if it were retried."""
     model = split.wrap(torch.nn.Linear(3, 1).double())
     batch = next(iter(split.loader(ROWS)))
     tried: list[int] = []
@@ -193,9 +194,7 @@ def test_memory_that_runs_out_after_a_parts_backward_pass_ends_the_step(split: S
 
 
 def test_a_loss_whose_parts_do_not_add_up_is_not_computed_in_smaller_passes(split: Split) -> None:
-    """On one device a sum over rows, or in-batch negatives, are as good as a mean; in parts they
-    are something else.
-    """
+    """On one device, a sum over rows or in-batch negatives are fine, but not in parts."""
     model = split.wrap(torch.nn.Linear(3, 1).double())
     batch = next(iter(split.loader(ROWS)))
 
@@ -227,7 +226,7 @@ raise {}
 def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
     error: str, advised: bool
 ) -> None:
-    """Below the error, which is shown as the program shows its errors."""
+    """The advice is printed below the error, which is shown as usual."""
     environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
     command = [sys.executable, "-c", ENDS.replace("{}", error)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -241,7 +240,7 @@ def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
 def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_out(
     trainer_ranks: Callable[..., list[Any]], name: str
 ) -> None:
-    """In pieces it would meet them more often than they meet it, and they would wait."""
+    """In pieces it would run more collectives than the other ranks, which would wait."""
     (waited, steps), (said, own_steps) = trainer_ranks(
         "tests.support.torch_meeting_programs.train", name, world=2
     )
@@ -282,7 +281,7 @@ def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_o
 def test_the_rank_that_ended_is_named_on_the_others(
     trainer_ranks: Callable[..., list[Any]], who: int, how: str, words: str
 ) -> None:
-    """Rank 0 has the store in its own process, so its words end with it."""
+    """Rank 0 has the store in its own process, so its message is lost when it exits."""
     said = trainer_ranks("tests.support.torch_meeting_programs.leave", who, how, world=2)
     assert said[1 - who].splitlines()[-1].startswith(words)
     assert ("OSError" in said[who]) == (how == "raises")
@@ -331,7 +330,7 @@ def test_what_means_that_memory_ran_out(error: Exception, expected: bool) -> Non
 def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
     monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """What is cached may be in the way once; else not a single weight is moved."""
+    """Cached memory may be in the way once; otherwise no weight is changed."""
     failures = iter([True] * times)
     empty = torch.empty_like
 
@@ -356,7 +355,7 @@ def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
 def test_an_optimizer_updates_its_parameters_in_turn_where_temporaries_of_all_find_no_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: int, kept: bool
 ) -> None:
-    """AdamW's state takes 4 tensors of two parameters, and an update of all at once 2 more."""
+    """AdamW's state takes 4 tensors for two parameters; updating both at once takes 2 more."""
     alive: list[Any] = []
     empty = torch.empty_like
 

@@ -1,4 +1,4 @@
-"""Where exchanged figures go: through tensors, parts of them, and the numbers read from them."""
+"""Tracking exchanged values through tensors, parts of them, and numbers read from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fill(made: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
 
 
 class Follower(TorchFunctionMode):
-    """Has every function followed."""
+    """A mode that tracks every function."""
 
     def __init__(self, origins: Origins) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_in_it() -> None:
 )
 @pytest.mark.parametrize("exchanged", [True, False])
 def test_a_number_that_is_read_stays_plain_and_is_noted(read: Any, exchanged: bool) -> None:
-    """A program may save it, and not everything saves a number of another kind."""
+    """A program may save the number, and some formats accept only plain ones."""
     origins, own = Origins(), torch.rand(1, dtype=torch.float64)
     origins.write(own if exchanged else torch.rand(3), PLACE)
     with Follower(origins):

@@ -1,4 +1,4 @@
-"""Ranks that end while others train: each other rank says which one it was, and ends."""
+"""If a rank exits during training, each other rank names it and exits."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ WORDS = (
 def test_a_rank_that_waits_for_one_that_has_ended_says_so(
     trainer_ranks: Callable[..., list[Any]], how: str, expected: list[Any]
 ) -> None:
-    """One that has an exchange more under way, also as it leaves, or is stuck since another's
-    error; none else.
+    """A rank reports it if it has another exchange, or hangs after the other's error.
+
+    A rank that has no more exchanges doesn't.
     """
     ended, _ = trainer_ranks("tests.support.torch_leaving_programs.wait_for", how, world=2)
     assert ended == expected
@@ -58,14 +59,14 @@ def test_a_rank_that_waits_for_one_that_has_ended_says_so(
 def test_on_two_gpus_the_other_rank_ends_with_a_sentence(
     tmp_path: Path, how: str, way: str
 ) -> None:
-    """NCCL would wait for ten minutes, in the sum or as it leaves the group."""
+    """NCCL would wait for ten minutes in the sum, or while leaving the group."""
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     (code, said), (own, its) = run_pair(how, way, tmp_path)
     assert code == 1, said + its
-    # both wait in leaving then, and the first one's end may be an error to the other
+    # both wait to leave the group then, and the first one's exit may be an error to the other
     if how != "leaves out the last":
         assert own == {"exits": 3, "breaks": 0, "is killed": -9}.get(how, 1), its
     words = (
@@ -79,7 +80,7 @@ def test_on_two_gpus_the_other_rank_ends_with_a_sentence(
 
 
 def run_pair(how: str, way: str, folder: Path) -> list[tuple[int, str]]:
-    """The exit codes of two ranks, and what they said."""
+    """Return the exit codes and the output of two ranks."""
     common = {
         **os.environ,
         **rank_environment(gpus=True),

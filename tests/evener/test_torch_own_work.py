@@ -1,4 +1,4 @@
-"""A rank's own work is timed apart from its waiting, whatever the loop does between its batches."""
+"""A rank's compute time (own work) is separated from its waiting, whatever the loop does."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ SIZES = (3, 1)
 def run(
     script: str, single_rank: bool = False, past: float = math.inf
 ) -> tuple[StepTimer, TurnedClock]:
-    """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the
-    backward pass,
+    """Run a script of events and seconds on a step timer.
 
-    u update, d done with it, f finished, p pause, v a validation's batch, w a wait within a pass,
-    o its end.
+    Digits are seconds between events. The letters are b: batch received, g: gradients, e: end of
+    the backward pass, u: optimizer step begins, d: optimizer step done, f: finish, p: pause, v: a
+    validation batch, w: a wait within a pass begins, o: it ends.
     """
     clock = TurnedClock()
     clock.past = past
@@ -81,16 +81,14 @@ def test_a_step_is_own_work_then_waiting_and_the_input_lies_before() -> None:
 
 
 def test_what_a_rank_waits_for_within_a_pass_is_no_own_work() -> None:
-    """As in FSDP's layers; after the last gradient it is none of the pass."""
+    """Such waits are in FSDP's layers; after the last gradient they aren't part of the pass."""
     step = last("fb1w2o3w4ogew7ou5df")
     assert (step.own_work_s, step.waiting_s) == (1 + 3, 2 + 4)
     assert step.between_s == 7
 
 
 def test_between_steps_is_what_lies_around_the_optimizer_s_step() -> None:
-    """Clipping, or a pause, isn't waiting; nor is the optimizer's own time anything that could be
-    left out.
-    """
+    """Clipping or a pause isn't waiting, and the optimizer's own time couldn't be saved."""
     step = last("fb3g2e4u5d1f")
     assert step[1:3] == (3, 2)
     assert step.between_s == 4 + 1
@@ -99,7 +97,7 @@ def test_between_steps_is_what_lies_around_the_optimizer_s_step() -> None:
 
 
 def test_what_lies_outside_of_a_step_is_not_in_it() -> None:
-    """A checkpoint behind the update, and an evaluation between two epochs, aren't own work."""
+    """A checkpoint after the update, and an evaluation between two epochs, don't count."""
     assert last("b3g2eud9f")[:3] == (SIZES, 3, 2)
     first = last("b1g1eud1fp99b3g2eud1f")
     assert first[:3] == (SIZES, 3, 2)
@@ -113,12 +111,12 @@ def test_with_several_passes_the_last_one_ends_own_work() -> None:
 
 
 def test_two_updates_in_a_step_have_own_work_each() -> None:
-    """As in a GAN: what the first update waited for isn't own work."""
+    """In a GAN, the wait of the first update isn't compute time."""
     assert last("b3g2eud4g1eudf")[1:3] == (7, 3)
 
 
 def test_an_exchange_within_a_step_is_waiting() -> None:
-    """As of the number of tokens before the backward pass, and of the mean loss behind it."""
+    """Examples are the number of tokens before the backward pass, and the mean loss after it."""
     timer, clock = run("b1")
     with timer.collective():
         clock.now += 5
@@ -143,14 +141,14 @@ def test_batches_that_are_taken_together_are_one_step() -> None:
 
 
 def test_a_step_without_an_update_has_own_work() -> None:
-    """As in all but the last step of an accumulation with an exchange each."""
+    """Examples are all but the last step of an accumulation that exchanges gradients each time."""
     step = last("b3g2f")
     assert step.own_work_s == 3
     assert math.isnan(step.waiting_s)
 
 
 def test_only_a_step_with_gradients_counts_for_an_agreement() -> None:
-    """An optimizer of one rank's own may step at any time; the others would wait for it."""
+    """An optimizer of only one rank may step at any time, and the others would wait for it."""
     timer, _ = run("b1u1")
     assert not timer.finish()
     timer.begin(SIZES)
@@ -209,7 +207,7 @@ def test_a_timer_hears_of_real_optimizers_as_long_as_it_lives() -> None:
 
 
 class FakeEvent:
-    """An event of a GPU; `computed` are the milliseconds at which it comes to the next ones."""
+    """A GPU event; `computed` has the milliseconds at which the GPU reaches the next ones."""
 
     computed: ClassVar[deque[float]] = deque()
     past: ClassVar[float] = 100
@@ -248,9 +246,7 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
 def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
     ready: int, behind: float
 ) -> None:
-    """Events up to 100 are past when the sum is on its way; by the time that steps are read, all
-    are.
-    """
+    """When the sum starts, the GPU has passed events up to 100; when times are read, all."""
     FakeEvent.computed = deque([10, ready, 140, 141])
     timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
     timer.begin(SIZES)
@@ -268,7 +264,7 @@ def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
 
 
 def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:
-    """A thread that sleeps, or whose core others have, takes longer than it computes."""
+    """A thread that sleeps, or whose core others use, takes longer than its CPU time."""
     timer, clock = run("b3g1euf" * STRIDES[0])
     timer.begin(SIZES)
     clock.now += 4
@@ -321,7 +317,7 @@ def test_a_disturbed_step_says_so_and_the_next_one_does_not() -> None:
 def test_events_are_recorded_again_once_they_were_read(
     single_rank: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times of steps that were read stay as they are."""
+    """The times of steps that were read don't change."""
     made: list[FakeEvent] = []
 
     def make(enable_timing: bool) -> FakeEvent:
@@ -351,8 +347,9 @@ def test_events_are_recorded_again_once_they_were_read(
 def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Three batches for each update, a millisecond of own work each by events; one in 24 writes a
-    checkpoint.
+    """There are three batches per update with a millisecond of compute time each, by events.
+
+    One in 24 writes a checkpoint.
     """
     made: list[FakeEvent] = []
 
@@ -451,7 +448,7 @@ def test_files_and_validation_are_timed_in_batches_whose_parts_are_not(
 
 @given(st.integers(-1, 7), st.integers(1, 12))
 def test_each_place_in_a_cycle_of_batches_is_timed_as_often(power: int, cycle: int) -> None:
-    """As of two batches for each update, or of twelve."""
+    """The cycles have two batches per update, or twelve."""
     batch_s = 0.7 * ON_GPU.seconds / 2**power
     now = 0.0
     chosen = TimedBatches(ON_GPU, lambda: now)
@@ -471,9 +468,7 @@ def test_each_place_in_a_cycle_of_batches_is_timed_as_often(power: int, cycle: i
 
 
 def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]]:
-    """What the live files of two ranks say of each training, and the seconds that the second was
-    held up.
-    """
+    """Yield each run's live records of two ranks, and the seconds for which rank 1 was held up."""
     for weigh, (record, _) in first.items():
         other, held_up = second[weigh]
         yield msgspec.convert(record, Training), msgspec.convert(other, Training), held_up
@@ -483,8 +478,9 @@ def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]
 def test_live_files_tell_the_rank_whose_backward_pass_is_slow(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """DDP makes both backward passes equally long; own work differs by what rank 1 sleeps, and rank
-    0 waits as long.
+    """DDP makes both backward passes equally long.
+
+    The compute times differ by rank 1's sleep, for which rank 0 waits.
     """
     first, second = trainer_ranks("tests.support.torch_rebalance_programs.slow_backward", world=2)
     assert len(first) == 3
@@ -504,7 +500,7 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(
 
 @pytest.mark.slow
 def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Each pause is in one figure of the rank that pauses, and in the other's waiting alone."""
+    """Each pause is in one time of the rank that pauses, and only in the other's waiting."""
     first, second = trainer_ranks("tests.support.torch_made_ranks.paused", world=2)
     for where, record in second.items():
         quick, late = msgspec.convert(first[where], Training), msgspec.convert(record, Training)
@@ -526,7 +522,10 @@ def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) ->
 def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """In its own work, between two steps, and stopped: then it says nothing, and the other does."""
+    """The rank is slow in its compute time or between two steps, or it is stopped.
+
+    Only the other rank reports then.
+    """
     said = {
         "own work": "has been in own work for",
         "between steps": "has been between steps for",
@@ -551,7 +550,7 @@ def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(
 def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(
     gpu_ranks: Callable[..., list[Any]],
 ) -> None:
-    """By CUDA events: a kernel holds up rank 1."""
+    """Measured by CUDA events: a kernel delays rank 1."""
     first, second = gpu_ranks("tests.support.torch_rebalance_programs.slow_backward")
     for fast, slow, held_up in paired(first, second):
         (quick,), (late,) = fast.devices, slow.devices
@@ -560,7 +559,7 @@ def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(
 
 
 def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -> None:
-    """PyTorch walks over its hooks then; none may go."""
+    """PyTorch iterates over its hooks then, so none may be removed."""
     timers = [StepTimer(HostClock(), single_rank=True)]
     handle = register_optimizer_step_pre_hook(lambda *_: timers.clear())
     weight = torch.nn.Parameter(torch.ones(1))
@@ -572,18 +571,18 @@ def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -
 
 
 def sums(script: str, **options: Any) -> StepSums:
-    """All steps of a script, after some that count for nothing."""
+    """Return the sums of all steps of a script, after some steps that don't count."""
     return sums_of(run("b1g1eud1f1" * WARM_STEPS + script, **options)[0])
 
 
 def sums_of(timer: StepTimer) -> StepSums:
-    """All steps, once they are timed."""
+    """Return the sums of all steps, once they are timed."""
     timer.last()
     return timer.sums.whole
 
 
 def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
-    """Also that between two loops, and that of a batch whose gradients are kept for the next."""
+    """This includes the time between two loops, and of a batch whose gradients are kept."""
     step = sums("b3g2e4u5d1f6b3g2e4u5d1f6")
     assert (step.steps, step.input_s, step.own_work_s, step.meeting_s) == (2, 1 + 6, 6, 4)
     assert (step.update_s, step.between_s) == (8 + 10, 2), "clipping belongs to the update"
@@ -593,7 +592,7 @@ def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
 
 
 def test_a_validation_is_told_from_what_follows_it() -> None:
-    """Its batches begin 2 s apart; its last one, and what follows, lie between steps."""
+    """Its batches start 2 s apart; the last one and what follows count as between steps."""
     assert sums("b3g2eud1v2v2v3f").validation_s == 4
     assert sums("b3g2eud1v2v2v3f").between_s == 1 + 3
     apart = sums("b3g2eud1fp1v2v2v3b3g2eud1f")
@@ -602,7 +601,7 @@ def test_a_validation_is_told_from_what_follows_it() -> None:
 
 
 def test_idle_time_is_estimated_from_the_measured_steps() -> None:
-    """Whatever comes in turn: of two batches for each update, the first never waits for rows."""
+    """Of two batches per update, the first never waits for rows."""
     cycles = 40 * len(STRIDES)
     timer, clock = run("")
     for batch in range(cycles):
@@ -654,7 +653,7 @@ def test_time_in_which_files_are_written_is_told_from_other_time(tmp_path: Path)
 
 
 def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
-    """By CPU time, the least of some rounds, as others compute too."""
+    """CPU time is measured, the minimum of some rounds, because other programs run, too."""
     timer = StepTimer(HostClock(), single_rank=False)
 
     def round_s() -> float:
@@ -669,7 +668,7 @@ def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("single_rank", [False, True])
 def test_what_an_optimizer_s_closure_computes_is_own_work(single_rank: bool, by_name: bool) -> None:
-    """As in Lightning, whose optimizers compute the gradients themselves."""
+    """Lightning's optimizers compute the gradients in a closure."""
     clock = TurnedClock()
     timer = StepTimer(clock, single_rank)
     weight = torch.nn.Parameter(torch.zeros(1))

@@ -1,8 +1,7 @@
-"""Adapters beside bitsandbytes' 4-bit layers learn on unequal ranks what one process learns: in
-shards, wrapped, in passes, checkpointed and in bfloat16.
+"""Adapters on bitsandbytes' 4-bit layers learn on unequal ranks what one process learns.
 
-Without bitsandbytes these tests are skipped; tests/support/torch_shard_programs.py has layers of
-its own that are packed.
+They train in shards, wrapped, in passes, with checkpointing, and in bfloat16. Without bitsandbytes
+these tests are skipped; tests/support/torch_shard_programs.py has packed layers of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Run) -> tuple[Any, list[Any]]:
-    """What one process learned, and what each of two ranks did."""
+    """Return the results of one process, and of each of two ranks."""
     (expected,) = trainer_ranks(f"{PROGRAMS}.reference_all")
     return expected, trainer_ranks(f"{PROGRAMS}.train_all", world=2)
 
 
 def check(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float) -> None:
-    """The tensors differ by no more than a part of their norm."""
+    """Check that the tensors differ by at most a fraction of their norm."""
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
         difference = (own[name].double() - tensor.double()).norm()
@@ -51,7 +50,7 @@ def check(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most:
 
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_learn_what_one_process_learns(trained: Any, name: str) -> None:
-    """Rows lie in other batches on ranks, so sums in bfloat16 round otherwise."""
+    """Rows are in other batches on ranks, so bfloat16 sums are rounded differently."""
     expected, ranks = trained
     for rank in ranks:
         for what in ("first", "weights"):
@@ -72,7 +71,7 @@ def test_peft_loads_what_is_saved(trained: Any) -> None:
 
 
 def test_packed_bytes_are_shared_by_memory(trained: Any) -> None:
-    """They are the same bytes in one process, of which the ranks hold 1 : 3."""
+    """The bytes are those of one process, and the ranks hold them 1 : 3."""
     first, second = (rank["shards"]["ledger"]["shards"] for rank in trained[1])
     assert second == pytest.approx(3 * first, rel=0.01)
     for rank in trained[1]:

@@ -1,5 +1,6 @@
-"""A batch in passes: how it is cut, what a pass weighs, and what is refused; several ranks are in
-test_torch_exact.
+"""A batch in passes: how it is split, how passes are weighted, and what is refused.
+
+test_torch_exact has several ranks.
 """
 
 from __future__ import annotations
@@ -35,15 +36,13 @@ def in_passes(batches: tuple[int, ...], micros: tuple[int, ...]) -> Plan:
 
 @pytest.fixture
 def split() -> Split:
-    """One device that takes 8 rows in passes of 3, 3 and 2."""
+    """A split over one device that computes 8 rows in passes of 3, 3 and 2."""
     return Split(in_passes((8,), (3,)))
 
 
 @pytest.fixture
 def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process group of one rank that takes itself for the first of two, whose share is two
-    passes.
-    """
+    """A split that poses as the first of two ranks, whose share takes two passes."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
@@ -57,7 +56,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def nested(rows: int) -> st.SearchStrategy[Any]:
-    """A batch of so many rows, as collate functions make them."""
+    """Draw a batch with this number of rows, as collate functions make them."""
     leaves = st.one_of(
         st.lists(st.integers(0, 3), max_size=2).map(lambda shape: torch.randn(rows, *shape)),
         st.just([f"text {i}" for i in range(rows)]),
@@ -77,7 +76,7 @@ def nested(rows: int) -> st.SearchStrategy[Any]:
 
 
 def leaves(data: Any) -> list[Any]:
-    """Its tensors, arrays and columns, in order."""
+    """Return the batch's tensors, arrays and columns in order."""
     if hasattr(data, "shape") or (isinstance(data, list) and data and isinstance(data[0], str)):
         return [data]
     if isinstance(data, UserDict):
@@ -129,7 +128,7 @@ def test_what_cannot_be_cut_is_named(batch: Any, named: str) -> None:
 
 
 def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None:
-    """With a short last batch, and the mean loss of each batch."""
+    """This includes a short last batch, and the mean loss of each batch."""
     one, many = torch.nn.Linear(3, 1).double(), torch.nn.Linear(3, 1).double()
     many.load_state_dict(one.state_dict())
     model = split.wrap(many)
@@ -144,7 +143,7 @@ def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None
             x, y = part.batch
             found += part.backward(mse_loss(model(x)[:, 0], y))
         assert split.mean(found) == pytest.approx(float(loss.detach()), abs=1e-12)
-        for weight in weights:  # an optimizer would load 3 s of PyTorch
+        for weight in weights:  # an optimizer would import PyTorch modules for 3 s
             weight.data -= 0.1 * weight.grad
             weight.grad = None
     assert sizes == [2, 3, 3, 2, 3, 3, 2, 2]
@@ -152,7 +151,7 @@ def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None
 
 
 def test_a_pass_that_counts_nothing_changes_nothing(split: Split) -> None:
-    """Its mean is NaN; what `count` counts decides what the others weigh."""
+    """The pass's mean is NaN; the other passes are weighted by what `count` returns."""
     model = split.wrap(torch.nn.Linear(3, 4).double())
     inputs, _ = next(iter(split.loader(ROWS)))
     labels = torch.tensor([0, 1, -100, -100, -100, 2, 3, 0])  # passes of 2, 3 and 3 rows
@@ -187,8 +186,9 @@ def test_a_loop_without_parts_is_refused_before_it_learns(split: Split) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "total", "loss", "gather", "scale", "parts"])
 def test_what_all_ranks_do_together_is_refused_inside_parts(split: Split, name: str) -> None:
-    """Also without passes on this rank, and before anyone waits; after the parts it is there
-    again.
+    """It is refused before any rank waits, even without passes on this rank.
+
+    After the parts it works again.
     """
     batch = next(iter(split.loader(ROWS)))
     calls: dict[str, Any] = {
@@ -241,7 +241,7 @@ def test_parts_of_no_batch_are_refused(split: Split) -> None:
 
 
 def test_statistics_over_a_pass_are_said(split: Split) -> None:
-    """Also on one device, where nothing else differs from training without a plan."""
+    """This holds even on one device, where only the passes differ from plain training."""
     with pytest.warns(
         UserWarning, match=r"Batch normalization sees one pass of 3 rows, not the whole share\."
     ):
@@ -253,7 +253,7 @@ def test_statistics_over_a_pass_are_said(split: Split) -> None:
 
 @pytest.mark.parametrize("micro", [2, 3])
 def test_a_pass_of_a_single_row_is_said(micro: int) -> None:
-    """3 rows at up to 2 are 2 and 1 in every batch, whatever is dropped."""
+    """3 rows in passes of at most 2 always are 2 and 1, even if short batches are dropped."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Split(in_passes((3,), (micro,))).wrap(torch.nn.BatchNorm1d(3))
@@ -263,8 +263,9 @@ def test_a_pass_of_a_single_row_is_said(micro: int) -> None:
 
 
 def play(split: Split, models: Any, way: str) -> None:
-    """A step of the critic on what the generator makes, then one of the generator: three ways to
-    write it.
+    """Run a step of the critic on the generator's output, then one of the generator.
+
+    There are three ways to write it.
     """
     generator, critic = models
     batch = next(iter(split.loader(ROWS)))
@@ -325,7 +326,7 @@ def test_a_model_whose_gradients_another_library_exchanges_is_refused(
 
 
 def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -> None:
-    """Of all wrapped models, or of those that are given; an outer no_sync holds."""
+    """This holds for all wrapped models, or the given ones; an outer no_sync has priority."""
     split = one_rank_of_two
     models = [split.wrap(torch.nn.Linear(3, 1).double()) for _ in range(2)]
     batch = next(iter(split.loader(ROWS)))
@@ -344,7 +345,7 @@ def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -
 
 
 def test_a_plan_for_more_rows_than_there_are_is_said() -> None:
-    """Validation may well be small."""
+    """A small validation set is fine."""
     split = Split(in_passes((32,), (32,)))
     with pytest.warns(UserWarning, match="has 20 rows, fewer than the plan's global batch of 32"):
         split.loader(ROWS)

@@ -1,6 +1,4 @@
-"""Batches that are fetched at once and ahead are those that DataLoader gives, in its order, however
-a pass ends.
-"""
+"""Prefetched batches are those of a DataLoader, in its order, however a pass ends."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ PAIRS = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
 
 class Annotated(Dataset[Any]):
-    """Whole batches by a tensor of rows."""
+    """A data set that returns whole batches for a tensor of row indices."""
 
     def __len__(self) -> int:
         return 20
@@ -39,7 +37,7 @@ class Annotated(Dataset[Any]):
 
 
 class Listed(Dataset[Any]):
-    """Rows by a list, as PyTorch has it."""
+    """A data set that returns rows for a list of indices, as in PyTorch."""
 
     def __len__(self) -> int:
         return 20
@@ -71,9 +69,7 @@ def test_a_batch_at_once_is_what_row_by_row_gives(dataset: Any) -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_data_set_that_says_so_is_given_a_tensor(workers: int) -> None:
-    """It returns the batch as the loop gets it, in worker processes too; `collate_fn` may change
-    it.
-    """
+    """It returns the loop's batch, also in worker processes; `collate_fn` may change it."""
     rows = list(sampler().batches())
     options = {"num_workers": workers}
     for batch, expected in zip(Fetch(Annotated(), sampler(), options, False), rows, strict=True):
@@ -93,7 +89,7 @@ def test_other_data_sets_are_asked_as_dataloader_asks() -> None:
 
 
 class Heard(StepListener):
-    """Notes the rows of each step of its loader."""
+    """Records the rows of each step of its loader."""
 
     def __init__(self, dataset: Any = PAIRS, prefetch: int = 2, **options: Any) -> None:
         self.begun: list[tuple[int, ...]] = []
@@ -117,7 +113,7 @@ def test_ahead_or_not_the_epochs_are_the_same() -> None:
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_a_state_counts_only_the_batches_handed_out(taken: int) -> None:
-    """What waits is not lost: a loader that goes on begins with the next batch."""
+    """Prefetched batches aren't lost: a resumed loader starts with the next batch of the loop."""
     heard = Heard()
     seen = []
     for batch in heard.loader:
@@ -189,7 +185,7 @@ def test_a_prefetch_that_is_no_count_is_one_sentence(prefetch: Any) -> None:
 
 
 class Point(NamedTuple):
-    """A batch with names."""
+    """A batch with named fields."""
 
     x: Any
     y: Any
@@ -213,7 +209,7 @@ def test_containers_keep_their_types() -> None:
 
 
 class FakeEvent:
-    """Done when the stream that it was recorded on has come so far."""
+    """An event that is done when its stream has reached it."""
 
     def __init__(self, blocking: bool = False) -> None:
         self.number = -1
@@ -227,7 +223,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work that is enqueued and, when the test says so, done."""
+    """A stream whose work finishes when the test says so."""
 
     def __init__(self, device: Any = None) -> None:
         self.enqueued = self.done = 0
@@ -244,7 +240,7 @@ MAIN = FakeStream()
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose work is done when the test says so."""
+    """A device whose work finishes when the test says so."""
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", Mock(return_value=nullcontext()))
@@ -257,9 +253,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fetched beside a step, it would need memory that the step has; between steps there is
-    some.
-    """
+    """During a step, prefetching would need the step's memory; between steps, some is free."""
     by: list[str] = []
 
     def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -277,8 +271,9 @@ def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ahead, a batch is sent only when the GPU is done with the one three before it:
-    memory is bounded.
+    """With two batches ahead, a batch is sent once the GPU is done with the third one before it.
+
+    This bounds the memory.
     """
     sent: list[float] = []
 
@@ -289,7 +284,7 @@ def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.Tensor, "to", send)
     ahead = Prefetcher(iter(torch.arange(9.0)), torch.device("cuda", 0), 2)
     for taken in range(9):
-        MAIN.done = max(0, taken - 2)  # of the steps enqueued
+        MAIN.done = max(0, taken - 2)  # of the enqueued steps
         assert float(next(ahead)) == taken
         MAIN.enqueued = taken + 1
         time.sleep(0.02)

@@ -1,6 +1,4 @@
-"""Each name of PyTorch that evener uses and PyTorch doesn't promise is there, and does what it is
-used for.
-"""
+"""Each private name of PyTorch that evener uses exists and does what is expected."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Shares that change while a training runs leave what it learns as it is, and each row comes once
-an epoch.
-"""
+"""Shares that change during training don't change the result; rows are used once per epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What two ranks learned, case by case, and how their shares changed."""
+    """Return the results of two ranks by case, and how their shares changed."""
     return trainer_ranks("tests.support.torch_rebalance_programs.rebalanced", world=2)
 
 
@@ -64,8 +62,9 @@ def test_all_ranks_change_to_the_same_shares_at_the_same_step(
 
 @pytest.mark.slow
 def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[Any]) -> None:
-    """Rank 1 takes four times as long for a row from step 130 to 269; one change adds half of a
-    share's rows at most.
+    """Rank 1 takes four times as long per row from step 130 to 269.
+
+    A change adds at most half of a share's rows.
     """
     changes = trained[0]["by the rule"]["changes"]
     assert [shares for shares, _ in changes] == [
@@ -85,7 +84,7 @@ def test_a_rank_that_gets_slower_gets_fewer_rows_and_more_again(trained: list[An
 def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """Of real ranks. A rank that gets slower by 40 % shows that they would move."""
+    """The ranks are real. A 40 % slowdown of a rank shows that shares could change."""
     found, other = trainer_ranks("tests.support.torch_steady_programs.steady", world=2)
     assert found == other
     (step, shares), *_ = found.pop("slower by 40 %")
@@ -95,9 +94,7 @@ def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
 
 
 def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator fills again in some of them, which take longer than those that follow in small
-    passes.
-    """
+    """While the allocator refills, some steps take longer than later ones in small passes."""
     meets = 60
 
     def own(step: int, rank: int, rows: int) -> float:
@@ -124,10 +121,9 @@ def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPat
 def test_passes_that_cost_the_host_the_same_however_few_rows_take_no_more_rows_than_pay(
     monkeypatch: pytest.MonkeyPatch, a_pass: float, a_row: float, slow: float, best: tuple[int, int]
 ) -> None:
-    """A neighbour leaves memory for 32 rows at once to one rank, and slows the host while it
-    starts.
+    """A neighbour leaves one rank memory for 32 rows at once, and slows its host at first.
 
-    Passes are whole again when it has gone.
+    Passes have full size again when it has gone.
     """
     comes, noise = 60, random.Random(0)
 

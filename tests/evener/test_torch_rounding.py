@@ -1,6 +1,4 @@
-"""What an audit takes for rounding is about the error that a gradient really has, and far less than
-what a wrong loss makes.
-"""
+"""An audit's estimate of rounding is close to the real error, and far below a wrong loss's."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def disturbed(model: Any, batch: Batch) -> list[Sketch]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rounding_is_not_taken_for_less_than_it_is(name: str) -> None:
-    """The error of float32, beside the same gradient in float64, is no more than disturbed sums
-    show.
-    """
+    """The error of a float32 gradient, compared with float64, is at most the estimate."""
     torch.manual_seed(0)
     model, batch = MODELS[name](), make_batch(16)
     exact = copy.deepcopy(model).double()
@@ -98,7 +94,7 @@ def test_rounding_is_not_taken_for_less_than_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("terms", [64, 1024, 16_384])
 def test_products_are_disturbed_as_sums_of_their_length_are(terms: int) -> None:
-    """As if the terms were added up one after the other, which no kernel is worse than."""
+    """The disturbance is that of a sequential sum, which no kernel exceeds."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(16, terms, generator=generator)
     columns = torch.randn(terms, 16, generator=generator)
@@ -114,7 +110,7 @@ def test_products_are_disturbed_as_sums_of_their_length_are(terms: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_wrong_weight_is_far_more_than_rounding(name: str) -> None:
-    """Parts of 12 and 4 rows that weigh the same, and, as a mild one, 1 % more than they should."""
+    """Parts of 12 and 4 rows have equal weights or, as a small error, weights 1 % too large."""
     torch.manual_seed(0)
     model, batch = MODELS[name](), make_batch(16)
     parts = [(batch[0][:12], batch[1][:12]), (batch[0][12:], batch[1][12:])]
@@ -127,7 +123,7 @@ def test_a_wrong_weight_is_far_more_than_rounding(name: str) -> None:
 
 
 class Drops(nn.Module):
-    """Drops by each kernel that a CPU has, of which devices take different ones."""
+    """A model with each dropout kernel of a CPU; other devices use other ones."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -143,7 +139,7 @@ class Drops(nn.Module):
 
 
 def test_nothing_is_dropped_by_any_kernel() -> None:
-    """Devices of two kinds drop by other kernels: forward and backward are as without dropout."""
+    """Forward and backward passes are those without dropout, whichever kernel a device uses."""
     torch.manual_seed(0)
     drops, batch = Drops(0.4), make_batch(8)
     keeps = Drops(0.0)
@@ -153,7 +149,7 @@ def test_nothing_is_dropped_by_any_kernel() -> None:
 
 @pytest.mark.parametrize("way", ["older", "newer"])
 def test_a_program_that_asks_for_coarse_products_is_computed_in_full_precision(way: str) -> None:
-    """PyTorch has two ways to ask for them, and raises an error where both are mixed."""
+    """PyTorch has two settings for them, and raises an error if both are used."""
     products = torch.backends.mkldnn.matmul
     before = torch.get_float32_matmul_precision()
     if way == "newer" and getattr(torch.backends.cuda.matmul, "fp32_precision", None) is None:
@@ -188,7 +184,7 @@ def _largest(reference: Sketch, others: Sequence[Sketch], name: str) -> float:
 
 
 def _distance(one: Sketch, other: Sketch, name: str) -> float:
-    """As a part of the tensor's gradient, or of the largest's 10,000th."""
+    """Return the difference relative to the tensor's gradient, or to 1/10,000 of the largest."""
     largest = max(one.size(each) for each in one.sums)
     gaps = [a - b for a, b in zip(one.sums[name], other.sums[name], strict=True)]
     norm: float = torch.tensor(gaps, dtype=torch.float64).square().mean().sqrt().item()

@@ -1,4 +1,4 @@
-"""`evener run` and many programs: a sample of the matrix that benchmarks.run_programs has whole."""
+"""`evener run` with many programs: a sample of those in benchmarks.run_programs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def server(rank_server: Callable[[str], RankServer]) -> RankServer:
 
 
 def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, str]:
-    """What became of a program that was run bare and hooked, and evener's words."""
+    """Return a program's outcome after a plain run and one with hooks, and evener's messages."""
     from tests.support.run_parts import judge
 
     module = f"tests.support.run_{module}"
@@ -124,7 +124,7 @@ def test_another_program_trains_as_by_its_own_launcher(
 
 
 def check_lines(said: str) -> None:
-    """The line of a program that a sentence gives makes the call that it names."""
+    """Check that the program's line in a message makes the call that the message names."""
     for call, file, number in re.findall(r"by (\w+) \((run_\w+\.py):(\d+)\)", said):
         lines = (SUPPORT / file).read_text().splitlines()
         assert f".{call}(" in lines[int(number) - 1]
@@ -160,7 +160,7 @@ def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(
 def test_rows_that_are_exchanged_once_shares_are_uneven_end_the_program(
     server: RankServer, tmp_path: Path, name: str, call: str
 ) -> None:
-    """On every rank, where the process group itself would abort the process."""
+    """Every rank exits with a message; the process group itself would abort the process."""
     kind, words = run(server, tmp_path, "exchanged", name)
     assert kind == "ended"
     assert f"different sizes to exchange by {call} (run_exchanged.py:" in words
@@ -170,7 +170,7 @@ def test_rows_that_are_exchanged_once_shares_are_uneven_end_the_program(
 
 
 def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:
-    """Each Python of a program has the hooks, also one that only lists a folder."""
+    """Every Python process of a program has the hooks, even one that only lists a folder."""
     asks = (
         "from evener.program.install import install; install(); import sys; "
         "print(*{'wrapt', 'torch'} & {*sys.modules})"
@@ -188,7 +188,7 @@ def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:
 
 
 def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> None:
-    """The copy has generators of its own, also in the data sets that it is made of."""
+    """The copy has its own generators, also in the data sets that it consists of."""
     import numpy
     import torch
     from torch.utils.data import ConcatDataset, Dataset, Subset
@@ -221,13 +221,13 @@ def test_ranks_are_compared_by_what_should_be_equal() -> None:
     other = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=RankView)
     changes: list[tuple[dict[str, object], str]] = [
         ({}, ""),
-        ({"uses": (1 / 3 + 1e-7,)}, ""),  # as GPUs of different kinds round it
+        ({"uses": (1 / 3 + 1e-7,)}, ""),  # like the rounding of different GPUs
         ({"uses": (1 / 3, 2.0)}, ""),  # a rank that also logs something
         ({"uses": (0.5,)}, "numbers"),
         ({"numbers": (1.0,)}, "numbers"),
         ({"numbers": (1.0,), "rates": 4}, "rates"),
         ({"rates": 4, "order": (1, 3)}, "order"),
-        ({"numbers": None, "uses": ()}, ""),  # the guard hasn't looked
+        ({"numbers": None, "uses": ()}, ""),  # the guard hasn't checked
     ]
     for change, name in changes:
         assert find_difference([one, msgspec.structs.replace(other, **change)]) == name
@@ -255,9 +255,9 @@ def test_a_trainer_whose_loss_changes_later_goes_even(
 def test_a_trainer_whose_loss_depends_on_other_ranks_stays_even(
     server: RankServer, tmp_path: Path, name: str, why: str
 ) -> None:
-    """From its first step on: these weights are the launcher's own.
+    """From its first step on, the weights are those under the program's own launcher.
 
-    The audit of a Trainer's loss sees one rank, so a list for two is an error in it.
+    An audit of a Trainer's loss sees one rank, so a list for two ranks is an error in it.
     """
     skip_without("transformers", "lightning")
     kind, words = run(server, tmp_path, "trainers", name)

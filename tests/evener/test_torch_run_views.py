@@ -1,4 +1,4 @@
-"""Why a program's step isn't one by shares: the one thing that is true."""
+"""The reason why a program's step can't use shares: exactly one is given."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_one_obstacle_is_named(wrapped: bool, has_begun: bool, why: str) -> 
 
 
 def test_a_step_of_another_model_says_nothing() -> None:
-    """Such as one that a program trains before, on one rank."""
+    """An example is a model that a program trains before, on one rank."""
     assert views.find_obstacle(_optimizer(nn.Linear(2, 1)), [nn.Linear(2, 1)], False) == ""
 
 

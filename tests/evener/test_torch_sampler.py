@@ -1,5 +1,6 @@
-"""Each row once an epoch, for any length, shares, seed and number of ranks; a training goes on
-where it stopped.
+"""Each row is used once per epoch, for any length, shares, seed and number of ranks.
+
+Training resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def ranks(length: int, shares: Sequence[int], **options: Any) -> list[UnevenBatc
 
 
 def rows_that_count(samplers: list[UnevenBatchSampler]) -> list[list[int]]:
-    """The rows of each step over all ranks, without those that only keep step."""
+    """Return the rows of each step over all ranks, without filler rows."""
     steps = []
     for step, batches in enumerate(zip(*samplers, strict=True)):
         sizes = samplers[0].sizes(step)
@@ -55,7 +56,7 @@ def test_each_row_is_computed_once_an_epoch(
 def test_the_global_batches_are_those_of_one_device(
     length: int, shares: list[int], seed: int
 ) -> None:
-    """What a step learns from doesn't depend on how it is shared out."""
+    """The rows of a step don't depend on the shares."""
     (alone,) = ranks(length, [sum(shares)], seed=seed)
     assert rows_that_count(ranks(length, shares, seed=seed)) == list(alone)
 
@@ -128,7 +129,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 class Numbers(torch.utils.data.Dataset):
-    """The numbers from 0."""
+    """A data set of the numbers from 0."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -141,7 +142,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class Heard(StepListener):
-    """What a loader says of its steps."""
+    """Records the steps of a loader."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, ...]] = []
@@ -190,9 +191,7 @@ def test_every_pass_is_a_new_epoch_unless_said() -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
-    """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that
-    would have come.
-    """
+    """Rows fetched ahead by worker processes aren't lost, and the next epoch is as usual."""
     whole = Heard().loader(37, [8])
     expected = [batch.tolist() for _ in range(2) for batch in whole]
     loader = Heard().loader(37, [8], num_workers=workers)
@@ -211,9 +210,7 @@ def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
 
 @pytest.mark.parametrize("taken", [2, 5])
 def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
-    """set_epoch of the epoch that was loaded leaves what is left of it, also nothing; another time
-    it starts anew.
-    """
+    """Setting the loaded epoch keeps what remains of it, even if nothing; later it starts again."""
     whole = Heard().loader(37, [8])
     expected = [[batch.tolist() for batch in whole] for _ in range(2)]
     loader = Heard().loader(37, [8])
@@ -229,11 +226,9 @@ def test_a_loop_that_sets_every_epoch_goes_on_too(taken: int) -> None:
 
 @pytest.mark.parametrize("taken", [0, 2, 5])
 def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> None:
-    """One that was made before its state was loaded, and one that is made later; one that is gone
-    counts no more.
-    """
+    """Loaders may be made before or after the state is loaded; deleted ones don't count."""
     states = LoaderStates()
-    states.add(Heard().loader(40, [3, 5]))  # dropped at once
+    states.add(Heard().loader(40, [3, 5]))  # deleted at once
     first, second = (states.add(Heard().loader(length, [3, 5])) for length in (40, 24))
     for _ in zip(range(taken), first, strict=False):
         pass
@@ -251,7 +246,7 @@ def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> No
 
 
 def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
-    """Also after a state was loaded; the length is a whole epoch's all the while."""
+    """This also holds after a state was loaded; the length always is that of a whole epoch."""
     loader = Heard().loader(45, [8])
     first = [batch.tolist() for batch in loader]
     loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 24})
@@ -264,7 +259,7 @@ def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
 
 
 def test_other_libraries_find_a_dataloaders_attributes() -> None:
-    """And setting the sampler's epoch, as Lightning does, is setting the loader's."""
+    """Setting the sampler's epoch, as Lightning does, sets the loader's."""
     loader = Heard().loader(45, [6, 2], num_workers=0, pin_memory=False)
     expected = vars(torch.utils.data.DataLoader(Numbers(45)))
     missing = [name for name in expected if not name.startswith("_") and not hasattr(loader, name)]
@@ -286,7 +281,7 @@ def test_a_pickled_loader_gives_the_same_batches_and_tells_nobody() -> None:
 
 @given(st.integers(1, 120), SHARES)
 def test_a_tail_that_joins_leaves_no_rank_without_rows(length: int, shares: list[int]) -> None:
-    """But in data with fewer rows than ranks; no batch grows by as many rows as there are ranks."""
+    """The exception is data with fewer rows than ranks; batches grow by fewer rows than ranks."""
     steps = [
         samplers.sizes(step)
         for samplers in ranks(length, shares, join_tail=True)[:1]
@@ -308,9 +303,7 @@ def drawn(order: Any, length: int = 20, seed: int = 0) -> RowOrder:
 
 
 def test_an_order_is_the_same_for_every_rank_and_another_in_each_epoch() -> None:
-    """Whatever random numbers a rank has drawn before, and they go on as if nothing was drawn
-    between.
-    """
+    """It doesn't depend on a rank's random state, and doesn't change it."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     for sampler in (
@@ -356,7 +349,7 @@ def test_an_order_has_as_many_rows_in_every_epoch_and_is_that_of_its_state() -> 
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows without a number, though with a length."""
+    """An iterable data set with a length."""
 
     def __len__(self) -> int:
         return 3
@@ -382,7 +375,7 @@ def test_options_that_the_plan_decides_are_refused(option: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (2, 0), (1, 1)])
 def test_shares_that_change_in_a_loop_take_each_row_once(prefetch: int, workers: int) -> None:
-    """Rows that are drawn ahead keep the shares that they were drawn by, and the loaders say so."""
+    """Rows drawn ahead keep their shares, and the loaders report these."""
     length, before, after = 61, (5, 3), (2, 6)
     heard = [Heard(), Heard()]
     samplers = ranks(length, before, seed=4)

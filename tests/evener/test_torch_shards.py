@@ -1,5 +1,6 @@
-"""Sharded models learn what one process learns, to float64's rounding, and what can't be sharded is
-refused.
+"""Sharded models learn what one process learns, up to float64 rounding.
+
+What can't be sharded is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.torch_shard_ranks import HALF, LATE
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 SMALL = ("adamw, clipped", "passes, counted, accumulated", "checkpointed", "adapters")
-OF_THREE = (  # whose shards, units or sums are cut otherwise by more ranks than two
+OF_THREE = (  # cases whose shards, units or sums differ for more than two ranks
     *(
         "adamw, clipped",
         "momentum, clipped by the largest",
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Callable[..., list[Any]], folder: Path) -> list[Any]:
-    """What each of three ranks learned in cases, and what it was refused."""
+    """Return the results and refusals of each of three ranks."""
     return trainer_ranks(
         "tests.support.torch_shard_ranks.train_all", 3, OF_THREE, str(folder), world=3
     )
@@ -73,7 +74,7 @@ def trained(trainer_ranks: Callable[..., list[Any]], folder: Path) -> list[Any]:
 def others(
     trainer_ranks: Callable[..., list[Any]], trained: list[Any], folder: Path
 ) -> dict[int, list[Any]]:
-    """What ranks of other numbers learned in cases, and from the checkpoint on."""
+    """Return the results for other numbers of ranks, also from the checkpoint on."""
     names = {2: OF_TWO, 4: SMALL[:1]}
     train = "tests.support.torch_shard_ranks.train_all"
     return {
@@ -88,7 +89,7 @@ def one_process(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def check(ranks: list[Any], name: str) -> None:
-    """Every rank has the weights and the norms of gradients of the plain loop."""
+    """Check that every rank has the weights and gradient norms of the plain loop."""
     weights, norms = one_process(name)
     for rank in ranks:
         assert rank[name]["norms"] == pytest.approx(norms, abs=1e-12)
@@ -111,7 +112,10 @@ def test_other_numbers_of_ranks_do_too(others: dict[int, list[Any]], world: int,
 def test_a_rank_without_rows_soon_computes_nothing(
     trained: list[Any], others: dict[int, list[Any]], name: str
 ) -> None:
-    """It computes a filler row until two passes are alike: the first gathers in another order."""
+    """It computes a filler row until two passes are equal.
+
+    The first one gathers units in another order.
+    """
     shares = programs.CASES[name].shares
     ranks = trained if len(shares) == 3 else others[len(shares)]
     recomputed = 1 if programs.CASES[name].checkpoint is None else 2
@@ -126,7 +130,7 @@ def test_a_rank_without_rows_soon_computes_nothing(
 
 @pytest.mark.parametrize("name", programs.CASES)
 def test_the_trainings_moved_the_weights(name: str) -> None:
-    """What is compared isn't the start."""
+    """The weights have moved, so the comparison is meaningful."""
     start = dict(programs.make_model(programs.CASES[name]).named_parameters())
     weights, _ = one_process(name)
     assert max(float((weights[each] - start[each]).detach().abs().max()) for each in start) > 1e-3
@@ -136,7 +140,7 @@ def test_the_trainings_moved_the_weights(name: str) -> None:
 def test_other_numbers_of_ranks_train_on_from_a_checkpoint(
     trained: list[Any], others: dict[int, list[Any]], world: int
 ) -> None:
-    """Under other shares, of rows and of state."""
+    """The shares of rows and of state differ."""
     ranks = others[world]
     weights, _ = programs.reference(programs.SAVED, 8)
     for rank in (*(each["on"] for each in ranks), *(each["saved"]["weights"] for each in trained)):
@@ -148,7 +152,7 @@ def test_other_numbers_of_ranks_train_on_from_a_checkpoint(
 def finish_alone(
     model_state: dict[str, Any], optimizer_state: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The weights at the end of the training, by plain PyTorch from the checkpoint on."""
+    """Return the final weights after training by plain PyTorch from the checkpoint on."""
     model = programs.make_model(programs.SAVED)
     update = programs.make_optimizer(programs.SAVED, model)
     model.load_state_dict(model_state)
@@ -217,7 +221,7 @@ def test_the_norm_of_half_precision_does_not_overflow(trained: list[Any]) -> Non
 
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
-    """NCCL's uneven lists."""
+    """Tests NCCL's uneven lists."""
     ranks = gpu_ranks("tests.support.torch_shard_ranks.train_all", 2, SMALL, "")
     for name in SMALL:
         for rank in ranks:
@@ -228,7 +232,7 @@ def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
 
 
 def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
-    """Ranks that compute rows 5:2:1 hold 1:2:5 of parameters, gradients and optimizer state."""
+    """Ranks with rows 5:2:1 hold 1:2:5 of parameters, gradients and optimizer state."""
     for name in ("adamw, clipped", "units by class", "state, clipped"):
         for kind in ("shards", "gradients", "state"):
             held = [rank[name]["most"][kind] for rank in trained]
@@ -239,7 +243,7 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
 
 
 def test_blocks_and_what_is_as_large_are_units() -> None:
-    """By default; a tied layer is the model's own, as it is gathered with it."""
+    """These are the default units; a tied layer belongs to the model's own unit."""
     model = programs.make_model(programs.ShardCase())
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.head = torch.nn.Linear(programs.WIDTH, 100)
@@ -277,11 +281,12 @@ def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
 
 
 def test_a_unit_is_gathered_and_reduced_at_once(trained: list[Any]) -> None:
-    """Whatever types its parameters are gathered in: layers' in bfloat16, norms' in float32.
+    """A unit is gathered at once, even if its parameters have several types.
 
-    In a step, three blocks and the model itself are gathered for the forward pass, all but the last
-    block and the model itself again for the backward pass, and each is reduced. Over gloo, each
-    takes a collective for each rank; the other three are of used parameters, and of buffers.
+    Layers are gathered in bfloat16 and norms in float32. In a step, three blocks and the model
+    itself are gathered for the forward pass, all but the last block and the model again for the
+    backward pass, and each is reduced. Over gloo, each takes a collective per rank; the other three
+    are for used parameters and for buffers.
     """
     for rank in trained:
         assert rank["autocast"]["wrong"] == []
@@ -289,17 +294,16 @@ def test_a_unit_is_gathered_and_reduced_at_once(trained: list[Any]) -> None:
 
 
 def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
-    """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has
-    changed since.
-    """
+    """Gloo copies them to a GPU while a thread waits; autograd refuses tensors changed since."""
     _, norms = programs.reference(LATE, 8)
     for rank in trained:
         assert rank["late"]["norms"] == pytest.approx(norms[:3], abs=1e-12)
 
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
-    """Its part of parameters, gradients and momentum, and what is gathered at most, while two of
-    three units have their gradients.
+    """It holds its part of parameters, gradients and momentum, and the gathered units.
+
+    At most, two of three units have their gradients.
     """
     size = (
         4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())

@@ -1,6 +1,4 @@
-"""What a training script sees of a split: its rank, its errors before the first step, its rows,
-half precision.
-"""
+"""What a training script sees of a split: rank, early errors, rows, half precision."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def plan(
 
 @pytest.fixture(autouse=True)
 def surroundings(alone_on_the_cpu: None) -> Any:
-    """The CPU as it was."""
+    """Restore the CPU's state."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     yield
     os.sched_setaffinity(0, cores)
@@ -54,8 +52,9 @@ def surroundings(alone_on_the_cpu: None) -> Any:
 
 
 def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
-    """A model that is dropped after `close` would end the group, and wait for a thread that waits
-    for Python.
+    """A model that held it would destroy the group when it is deleted after `close`.
+
+    That waits for a thread that needs the GIL.
     """
     torch.distributed.init_process_group(
         "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
@@ -71,8 +70,9 @@ def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
     "dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64]
 )
 def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
-    """Also by its last number, in memory of any order; what is no number, or ignored, doesn't count
-    as a change.
+    """This includes the last element in any memory format.
+
+    Non-numeric or ignored buffers don't count.
     """
     module, flag = torch.nn.Sequential(torch.nn.Identity()), torch.zeros(1)
     for name, buffer in {
@@ -93,8 +93,9 @@ def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
 
 
 def test_one_device_needs_no_group(tmp_path: Path) -> None:
-    """Plain python trains a plan for one device: the model as it is, every row, and the weights of
-    a plain loop.
+    """Plain python trains a plan for one device like a plain loop.
+
+    The model is unchanged, and every row is used.
     """
     plan((0, 8)).save(tmp_path / "plan.toml")
     split = Split(tmp_path / "plan.toml")
@@ -146,7 +147,7 @@ GPUS = {"GPU-a": 0, "GPU-b": 1}
 def test_a_rank_gets_its_plans_device(
     device: str | None, local_rank: int, gpus: dict[str, int], expected: str
 ) -> None:
-    """By its UUID if it is here, else by the local rank."""
+    """It is found by UUID if it is here, else by local rank."""
     share = None if device is None else Share(device, 0, "a device", 4, 0.5)
     assert str(choose_device(share, ProcessRank(local_rank, 2, local_rank), gpus)) == expected
 
@@ -242,7 +243,7 @@ def test_what_torchrun_would_have_set_is_named(
 
 
 def test_a_validation_inside_a_step_leaves_the_steps_rows_and_weights() -> None:
-    """Over or broken off; a batch of it is in hand while it runs."""
+    """This holds for a finished or interrupted validation, one of whose batches may be current."""
     split = Split(plan((0, 8)))
     for _ in split.loader(ROWS, shuffle=False):
         rows, held_out = split.rows, split.loader(ROWS, shuffle=False, training=False)
@@ -265,7 +266,7 @@ def test_a_plan_of_other_devices_or_another_framework_warns_and_strict_refuses()
             warnings.simplefilter("always")
             try:
                 made.append(Split(odd))
-            except EvenerError as error:  # a plan for a GPU can't train where there is none
+            except EvenerError as error:  # a plan for a GPU can't train without one
                 made.append(error)
         assert any(named in str(warning.message) for warning in said)
         with pytest.raises(PlanError, match=named):
@@ -283,14 +284,14 @@ def test_another_model_warns_and_strict_refuses() -> None:
 
 
 def limited(batches: tuple[int, ...]) -> Plan:
-    """A plan whose every device was held to 60 %."""
+    """Return a plan whose devices all were limited to 60 %."""
     made = plan(batches)
     shares = tuple(msgspec.structs.replace(share, limit="60%") for share in made.layout.share)
     return msgspec.structs.replace(made, layout=msgspec.structs.replace(made.layout, share=shares))
 
 
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence for all devices, from the first rank alone."""
+    """The first rank prints one sentence for all devices."""
     for name in ("join", "watch_peers"):
         monkeypatch.setattr(f"evener.torch.planned.{name}", Mock())
     monkeypatch.setattr(
@@ -340,9 +341,7 @@ def test_a_split_that_is_dropped_leaves_no_report(
 
 
 def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
-    """A row that only keeps step may overflow without harm to the others, also where gradients are
-    added up.
-    """
+    """A filler row may overflow without affecting others, also when gradients accumulate."""
     torch.distributed.init_process_group(
         "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
     )
@@ -364,7 +363,7 @@ def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
 
 
 def test_hooks_that_are_gone_are_forgotten() -> None:
-    """A model whose outputs are hidden gets new ones on its parameters in each forward pass."""
+    """A model whose outputs are hidden gets new parameter hooks in each forward pass."""
     before = len(own_hooks)
     exchange = Exchange(torch.nn.Linear(2, 2), single_rank=True)
     known = []
@@ -378,9 +377,7 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("kind", ["before", "after", "none"])
 def test_hooks_on_gradients_are_warned_of(kind: str) -> None:
-    """A hook that clamps gets this rank's gradient, and would be exact on the whole batch's
-    alone.
-    """
+    """A clamping hook gets this rank's gradient, but is exact only on the whole batch's."""
     torch.distributed.init_process_group(
         "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
     )
@@ -488,7 +485,7 @@ torch.save(ended, f"{options.out}{Split(options.plan).rank}.pt")
 def ended(
     tmp_path_factory: pytest.TempPathFactory, trainer_ranks: Callable[..., list[Any]]
 ) -> list[dict[str, Any]]:
-    """What two ranks of the script above saved."""
+    """Return the results of two ranks for the script above."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
     made = plan((24, 8))
@@ -525,7 +522,7 @@ def test_every_precision_keeps_the_ranks_equal_and_near_float32(
 
 @pytest.mark.slow
 def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]]) -> None:
-    """Loss scaling stays intact: both halve the scale once, and train on; in passes too."""
+    """Both halve the loss scale once and continue, also in passes."""
     for mode in ("float16", "float16 in passes"):
         assert ended[0][mode]["scale"] == ended[1][mode]["scale"] == 2.0**15
 
@@ -566,7 +563,7 @@ dist.all_reduce(torch.ones(1))
 
 
 def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -> None:
-    """gloo's wait doesn't hear of it, and a launcher would kill the rank after 30 s."""
+    """gloo's wait ignores it, and a launcher would kill the rank after 30 s."""
     command = [sys.executable, "-c", SITS, str(tmp_path / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes) as child:  # type: ignore[call-overload]
@@ -619,7 +616,7 @@ print("as it was")
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])
 def test_what_it_changes_in_the_process_goes_with_it(end: str) -> None:
-    """Other libraries live there too: nothing on import, and nothing for good."""
+    """Importing changes nothing, and later changes are undone, for the sake of other libraries."""
     environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
     ended = subprocess.run(
         [sys.executable, "-c", BESIDE_OTHERS, end],
@@ -654,7 +651,7 @@ print("listens")
 
 
 def test_ctrl_c_is_heard_after_calls_that_could_not_listen() -> None:
-    """Off the main thread, and beside another library that listens."""
+    """Those calls were off the main thread, or while another library handled it."""
     ended = subprocess.run(
         [sys.executable, "-c", REFUSED_FIRST], capture_output=True, text=True, timeout=60
     )
@@ -676,7 +673,7 @@ print("goes on")
 
 
 def test_ctrl_c_that_another_handler_takes_ends_nothing() -> None:
-    """As that of Ray, or of a program's own, in force for a while."""
+    """The handler is Ray's, or the program's own for some time."""
     ended = subprocess.run(
         [sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=60
     )

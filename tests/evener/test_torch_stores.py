@@ -1,4 +1,4 @@
-"""Where PyTorch's processes meet, and what they tell each other."""
+"""Rendezvous stores of PyTorch's processes, and the messages in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME = timedelta(seconds=20)
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch with evener's rendezvous, until the test's end."""
+    """Use evener's rendezvous handler in PyTorch during the test."""
     handlers = dist.rendezvous.__globals__["_rendezvous_handlers"]
     before = dict(handlers)
     monkeypatch.setattr(dist.TCPStore, "__init__", dist.TCPStore.__init__)
@@ -31,7 +31,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def find_new(before: set[Listener]) -> set[str]:
-    """The addresses of sockets that this process didn't listen on before."""
+    """Return the addresses of sockets on which this process has started to listen."""
     return {each.address for each in list_listeners(os.getpid()) - before}
 
 
@@ -46,7 +46,7 @@ def test_a_store_over_hosts_listens_on_its_address_alone() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.4", "localhost"])
 def test_a_store_of_a_program_listens_on_its_address_alone(host: str, replaced: None) -> None:
-    """By its arguments in either way; a second one of the process shares the first's port."""
+    """Its arguments are given in either way; a second store of the process shares the port."""
     before = list_listeners(os.getpid())
     store = dist.TCPStore(host, 0, is_master=True, timeout=TIME, multi_tenant=True)
     assert find_new(before) == {"127.0.0.4" if host == "127.0.0.4" else "127.0.0.1"}
@@ -59,7 +59,7 @@ def test_a_store_of_a_program_listens_on_its_address_alone(host: str, replaced: 
 def test_the_launchs_address_is_answered_by_its_file(
     way: str, replaced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody listens; any other address is PyTorch's own to answer."""
+    """Nobody listens there; PyTorch itself handles any other address."""
     monkeypatch.setenv(RENDEZVOUS, f"127.0.0.1:4711 {make_memory_file()}")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4711")
@@ -75,7 +75,7 @@ def test_the_launchs_address_is_answered_by_its_file(
 
 
 class Told(msgspec.Struct):
-    """A message of a test."""
+    """A test message."""
 
     text: str
     number: float = 0.0

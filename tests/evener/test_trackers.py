@@ -1,4 +1,4 @@
-"""Experiment trackers get the metrics that the app shows, through each trainer's logger."""
+"""Experiment trackers get the app's metrics through each trainer's logger."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_A_RANK = ("rows", "share", "samples_per_second", "own_work_ms", "waiting_ms")
     "changed", [{}, {"plan_samples_per_second": 9_000.0}, {"world": 3, "retreats": 2}], ids=str
 )
 def test_figures_are_those_of_the_app(changed: dict[str, Any]) -> None:
-    """Of the training and of each rank; of the plan only while every rank is seen."""
+    """There are metrics of the run and of each rank; those of the plan need all ranks."""
     reports = make_ranks(**changed)
     host = HostSample(
         cpu_percent=0.0,
@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_app(changed: dict[str, Any]) -> None:
 
 
 def _last(logs: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures of the last log that has some, by their own names."""
+    """Return evener's metrics in the last log that has any, without their prefix."""
     with_figures = [log for log in logs if "evener/samples_per_second" in log]
     assert with_figures, logs
     return {
@@ -81,7 +81,7 @@ def _last(logs: list[dict[str, Any]]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def by_plan(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What two ranks of a plan of 6 + 2 rows logged."""
+    """Return what two ranks of a plan with 6 + 2 rows logged."""
     if not all(map(find_spec, ("transformers", "accelerate", "lightning"))):
         pytest.skip("a trainer isn't installed")
     return trainer_ranks(f"{PROGRAMS}.train_by_plan", world=2)
@@ -89,7 +89,7 @@ def by_plan(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(trainer_ranks: Callable[..., list[Any]], tmp_path_factory: Any) -> Any:
-    """What one process without a plan logged, and the folder of its trackers."""
+    """Return what one process without a plan logged, and its trackers' folder."""
     if not all(map(find_spec, ("transformers", "accelerate", "lightning"))):
         pytest.skip("a trainer isn't installed")
     folder = tmp_path_factory.mktemp("trackers")
@@ -100,7 +100,7 @@ def alone(trainer_ranks: Callable[..., list[Any]], tmp_path_factory: Any) -> Any
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["Trainer", "Lightning"])
 def test_a_tracker_gets_own_work_and_shares_of_every_rank(by_plan: list[Any], trainer: str) -> None:
-    """From the first rank alone, and with the part of the plan's samples/s."""
+    """Only the first rank logs them, with the fraction of the plan's samples/s."""
     first, second = (rank[trainer] for rank in by_plan)
     found = _last(first["logs"])
     assert (found["rank0/rows"], found["rank1/rows"]) == (6, 2)
@@ -116,7 +116,7 @@ def test_a_tracker_gets_own_work_and_shares_of_every_rank(by_plan: list[Any], tr
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["Trainer", "Lightning", "loop"])
 def test_a_training_without_a_plan_has_its_own_figures(alone: Any, trainer: str) -> None:
-    """Samples/s in all of them, and what a trainer's steps take."""
+    """All have samples/s, and trainers also the parts of a step."""
     logged = alone[0][trainer]
     found = _last(logged["logs"])
     assert found["samples_per_second"] > 0
@@ -131,7 +131,7 @@ def test_a_training_without_a_plan_has_its_own_figures(alone: Any, trainer: str)
 
 @pytest.mark.slow
 def test_what_a_trainer_prints_and_remembers_stays_as_it_was(alone: Any, by_plan: Any) -> None:
-    """Trackers alone get the figures."""
+    """Only trackers get the metrics."""
     for logged in (alone[0]["Trainer"], by_plan[0]["Trainer"]):
         assert len(logged["printed"]) >= 4
         assert not [line for line in logged["printed"] if "evener" in line]
@@ -140,7 +140,7 @@ def test_what_a_trainer_prints_and_remembers_stays_as_it_was(alone: Any, by_plan
 
 @pytest.mark.slow
 def test_tensorboard_has_them(alone: Any) -> None:
-    """In the file that transformers' own callback wrote."""
+    """The file was written by transformers' own callback."""
     found, folder = alone
     if "tensorboard" not in found["trackers"]:
         pytest.skip("TensorBoard isn't installed")
@@ -171,7 +171,7 @@ def test_mlflow_has_them(alone: Any) -> None:
 
 @pytest.mark.slow
 def test_trackio_has_them(alone: Any, by_plan: Any) -> None:
-    """By transformers' own callback, under a plan the figures of both ranks."""
+    """transformers' own callback logs them, under a plan for both ranks."""
     for logged, name in (
         (alone[0], "train/evener/samples_per_second"),
         (by_plan[0], "train/evener/rank1/own_work_ms"),
@@ -180,7 +180,10 @@ def test_trackio_has_them(alone: Any, by_plan: Any) -> None:
 
 
 def _read_scalars(path: Path) -> Iterator[tuple[str, float]]:
-    """(tag, value) of TensorBoard's event file: records of length, checksum, message, checksum."""
+    """Yield (tag, value) from TensorBoard's event file.
+
+    Its records are length, checksum, message and checksum.
+    """
     event = import_module("tensorboardX.proto.event_pb2").Event
     content = path.read_bytes()
     while content:
@@ -195,7 +198,7 @@ def _read_scalars(path: Path) -> Iterator[tuple[str, float]]:
 def test_keras_callbacks_find_them_in_the_logs(
     keras_ranks: Callable[..., list[Any]], planned: bool
 ) -> None:
-    """Those behind Report, at an epoch's end; not without `log`."""
+    """Callbacks after Report find them at an epoch's end, but not without `log`."""
     (found,) = keras_ranks("tests.support.keras_tracked.train", planned)
     metrics = _last(found["logs"])
     assert metrics["samples_per_second"] > 0

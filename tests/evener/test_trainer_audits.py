@@ -1,5 +1,6 @@
-"""Audits behind transformers' Trainer and Lightning: what begins later is seen, and an exact
-program learns the same with audits as without, bit by bit.
+"""Audits in transformers' Trainer and Lightning find late changes.
+
+An exact program learns bitwise the same with audits as without.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ Ended = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trainers(trainer_ranks: Callable[..., Any]) -> Ended:
-    """How the programs of transformers ended, on each rank."""
+    """Return the results of the programs of transformers on each rank."""
     return trainer_ranks(f"{PROGRAMS}.train_huggingface", world=2)
 
 
 @pytest.fixture(scope="module")
 def modules(trainer_ranks: Callable[..., Any]) -> Ended:
-    """How Lightning's ended."""
+    """Return the results of Lightning's programs on each rank."""
     return trainer_ranks(f"{PROGRAMS}.train_lightning", world=2)
 
 
 def assert_untouched(audited: dict[str, Any], other: dict[str, Any]) -> None:
-    """Assert that audits have left no trace and said nothing."""
+    """Check that audits left no trace and printed nothing."""
     assert audited["said"] == ""
     assert audited["warned"] == []
     for name in audited.keys() - {"weights", "warned"}:
@@ -43,7 +44,7 @@ def assert_untouched(audited: dict[str, Any], other: dict[str, Any]) -> None:
 def test_an_exact_trainer_learns_the_same_with_audits(trainers: Ended) -> None:
     for rank in trainers:
         assert_untouched(rank["exact"], rank["unaudited"])
-        assert rank["exact"]["own"] == 18  # each step's, once
+        assert rank["exact"]["own"] == 18  # once per step
 
 
 def test_ranks_may_round_unlike_each_other(trainers: Ended) -> None:

@@ -1,8 +1,7 @@
-"""Models, losses and trainers under a plan end with the weights and figures of the bare trainer, or
-are refused.
+"""Models, losses and trainers under a plan end like the plain trainer, or are refused.
 
-A sample of what `python -m benchmarks.trainer_matrix` trains, and programs that the check of losses
-may not refuse.
+Weights and logged values are compared. The cases are a sample of `python -m
+benchmarks.trainer_matrix`, and programs that the check of losses may not refuse.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ REFUSED = {
     "CLIP | own | PyTorch | passes | tail | 1": "it isn't a mean over rows",
     "vision | sum | accelerate | passes | tail | 1": "it is a sum, not a mean",
 }
-SUMMED = ("loss", "train_loss", "eval_loss")  # by transformers in float32
+SUMMED = ("loss", "train_loss", "eval_loss")  # summed by transformers in float32
 
 Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found of every case."""
+    """Return the results of each rank for every case."""
     path = tmp_path_factory.mktemp("matrix") / "bare.pt"
     lightning = "lightning.pytorch" if find_spec("lightning") else ""
     (bare,) = trainer_ranks(f"{MATRIX}.reference_all", [*EXACT, *REFUSED], imports=lightning)

@@ -1,5 +1,6 @@
-"""Water-filling against brute force: every share vector for few samples, every subset for more
-devices.
+"""Water-filling compared with brute force.
+
+Every share vector is tried for few samples, every subset for more devices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from evener.shares.waterfill import DeviceCurve
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """A rising broken line with one to three pieces."""
+    """Draw a rising piecewise linear curve with one to three pieces."""
     batches, times = [0.0], [draw(st.floats(0.1, 20.0))]
     for _ in range(draw(st.integers(1, 2))):
         batches.append(batches[-1] + draw(st.integers(1, 8)))
@@ -68,7 +69,7 @@ def test_a_fixed_batch_is_solved_exactly(
 def test_a_free_batch_is_solved_to_a_sample(
     some: list[DeviceCurve], base: float, each: float, fewest: int
 ) -> None:
-    """No share vector is faster by more than one sample of rounding at a finish time makes."""
+    """No share vector is faster by more than the rounding of one sample at a finish time."""
     cost = costs(len(some), base, each)
     found = waterfill.split_free(some, cost, 1, None, fewest)
     top = max(sum(one) / seconds(some, one, cost) for one in every_layout(some, fewest))
@@ -84,7 +85,7 @@ def test_a_free_batch_is_solved_to_a_sample(
 def test_the_smallest_batch_reaches_its_rate(
     some: list[DeviceCurve], base: float, part: float
 ) -> None:
-    """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
+    """It reaches the throughput, and is no larger than the fastest layout's batch."""
     cost = costs(len(some), base, 0.1)
     fastest = waterfill.split_free(some, cost)
     assert fastest is not None
@@ -104,9 +105,7 @@ def test_the_smallest_batch_reaches_its_rate(
 def test_sorting_replaces_the_enumeration_of_subsets(
     shapes: list[Curve], base: float, each: float, batch: int
 ) -> None:
-    """With a cost that depends only on how many take part, the most able k devices are the best
-    subset of k.
-    """
+    """If the cost depends only on the number of devices, the k most able ones are the best k."""
     some = [DeviceCurve(i, curve, 30) for i, curve in enumerate(shapes)]
     cost = costs(len(some), base, each)
     found = waterfill.split_fixed(some, cost, batch)
@@ -125,8 +124,9 @@ def test_sorting_replaces_the_enumeration_of_subsets(
 
 @pytest.mark.parametrize("unit", [1.0, 0.001])
 def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
-    """Counts of devices that can't be faster aren't solved; the best is that of all, in seconds and
-    in milliseconds.
+    """Device counts that can't be faster are skipped; the result is the best of all.
+
+    This holds in seconds and in milliseconds.
     """
     shapes = [
         Curve((0.0, 1.0), (unit * (2 + i % 7), unit * (3 + i % 7)), unit * (1 + (i % 5) / 3))
@@ -150,7 +150,7 @@ def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
 def test_the_inverse_of_a_curve_is_its_inverse(
     curve: Curve, ceiling: int, limit: float, quantum: int
 ) -> None:
-    """The largest batch ends in time, and one quantum more does not."""
+    """The largest batch finishes in time, and one quantum more doesn't."""
     most = curve.largest(limit, ceiling, quantum)
     assert most % quantum == 0
     assert 0 <= most <= ceiling
@@ -171,11 +171,10 @@ def test_the_inverse_of_a_curve_is_its_inverse(
 def test_one_device_is_solved_by_its_knots_and_its_limit(
     curve: Curve, most: int, cap: int, quantum: int, part: float
 ) -> None:
-    """Its fastest batch, and the smallest that comes near it, as trying all whole quanta up to both
-    limits finds them.
+    """The fastest and the smallest nearly as fast batch are those of trying all quanta.
 
-    Where the curve is level, or few samples do, the smallest is larger than it had to be; never
-    than the fastest.
+    If the curve is flat, or few samples are enough, the smallest may be larger than necessary, but
+    never larger than the fastest.
     """
     device = DeviceCurve(3, curve, most // quantum * quantum)
     rates = {n: n / curve.seconds(n) for n in range(quantum, min(device.limit, cap) + 1, quantum)}
@@ -208,7 +207,7 @@ def test_one_device_that_holds_less_than_a_quantum_has_no_batch() -> None:
 @settings(max_examples=30, deadline=None)
 @given(device_curves(), st.integers(2, 20), st.sampled_from([1, 2]))
 def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quantum: int) -> None:
-    """In whole quanta, and no slower than the capped batch itself would be."""
+    """It has whole quanta and is no slower than a batch of the cap itself."""
     cost = costs(len(some), 0.5, 0.1)
     found = waterfill.split_free(some, cost, quantum, cap)
     whole = waterfill.split_fixed(some, cost, cap // quantum * quantum, quantum)
@@ -223,9 +222,7 @@ def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quan
 
 @pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 387), (200, 64)])
 def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: int) -> None:
-    """Each once and in order, the first and the last kept: they are what a free batch's search
-    takes long over.
-    """
+    """They stay unique and in order with the first and the last, to speed up free batches."""
     steps = range(1, 16)
     bent = [
         Curve(tuple(map(float, steps)), tuple(n + i / 1000 for n in steps), 1.0)
@@ -239,6 +236,6 @@ def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: i
 
 
 def test_no_devices_have_no_finish_times() -> None:
-    """A search in which each device has failed asks for them."""
+    """A search in which every device has failed asks for them."""
     assert waterfill.finish_times([], 1) == []
     assert waterfill.split_free([], (0.0,)) is None
