@@ -19,7 +19,10 @@ PROGRAMS = "tests.support.torch_notice_programs"
 
 
 def test_each_row_comes_once_over_ten_notices(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Each notice reaches only one rank, which the other would wait for; shares change each time."""
+    """Each notice reaches only one rank, for which the other one would wait.
+
+    Shares change each time.
+    """
     (first, steps), (second, its_steps) = trainer_ranks(f"{PROGRAMS}.train_on", world=2)
     assert len(steps) == NOTICES
     assert steps == its_steps
