@@ -359,24 +359,28 @@ class ChildProber:
         except BaseException:
             group.end()
             raise
-        link = None
         if grouped and needs_link_check(self._resolved.framework, [each[0] for each in assigned]):
             progress.enter("building")
-            try:
-                link = self._check_link(group, key, stop)
-                group.link_speed = link.bytes_per_second
-                group.link_path = name_path([self._devices[i] for i in key.active])
-            except BaseException:
-                group.end()
-                raise
+            self._measure_link(group, key, stop)
         facts = cast(Built, replies[0]).facts
         engine = choose_engine(self._resolved, key)
         engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
         with self._lock:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)
-            if link is not None and link.bytes_per_second:
-                self._facts = msgspec.structs.replace(self._facts, link=link)
         return group
+
+    def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
+        """Measure the link between the group's ranks. Ends the group and raises if that fails."""
+        try:
+            link = self._check_link(group, key, stop)
+            group.link_speed = link.bytes_per_second
+            group.link_path = name_path([self._devices[i] for i in key.active])
+        except BaseException:
+            group.end()
+            raise
+        if link.bytes_per_second:
+            with self._lock:
+                self._facts = msgspec.structs.replace(self._facts, link=link)
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
         """Return the speed of an all-reduce between the group's ranks: the slowest rank's.

@@ -386,7 +386,15 @@ class GpuReader:
         rate = first_value(*rates.values())
         if rate.value is not None or rate.state is State.DENIED:
             return rate, ()
-        reasons = self._reasons_now(now)
+        return self._estimate_throttling(rate, self._reasons_now(now))
+
+    def _estimate_throttling(
+        self, rate: Reading, reasons: tuple[str, ...] | None
+    ) -> tuple[Reading, tuple[str, ...]]:
+        """Return the percentage of the time throttled by the reasons of two readings, and these.
+
+        Chips with counters keep their `rate`, which isn't known yet.
+        """
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
         before, self._throttled_before = self._throttled_before, bool(reasons)

@@ -403,6 +403,9 @@ class StepTimer:
                 self._note_untimed_files()
             self._doing = UPDATE
             return
+        self._note_timed_update()
+
+    def _note_timed_update(self) -> None:
         marks = self._marks
         if not (self.has_own_work or self._single_rank):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass before this update
