@@ -1,7 +1,7 @@
-"""Lightning programs that ask their trainer something before it trains: trainings that one process
-and several ranks must end alike.
+"""Lightning programs that query their trainer before training starts.
 
-tests/support/rank_server.py runs the functions that take a folder and a rank.
+One process and several ranks must train them alike. tests/support/rank_server.py runs the functions
+that take a folder and a rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ROWS = 29  # three full batches and one of five rows
 
 
 class Asks(Module):
-    """Keeps what it was told, by the name of the question."""
+    """A module that keeps the trainer's answers, by the name of the question."""
 
     def __init__(self) -> None:
         super().__init__(manual=False)
         self.told: dict[str, Any] = {}
 
     def by_steps(self, make: Callable[[Any, int], Any], steps: int) -> Any:
-        """AdamW with a schedule that counts steps."""
+        """Return AdamW with a learning rate schedule that counts steps."""
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
         schedule = {"scheduler": make(optimizer, steps), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -59,7 +59,7 @@ class OneCycle(Asks):
 
 
 class WarmUp(Asks):
-    """Counts the batches of the trainer's loader."""
+    """Counts the batches of the trainer's loader for its learning rate schedule."""
 
     def configure_optimizers(self) -> Any:
         self.trainer.fit_loop.setup_data()
@@ -93,7 +93,7 @@ class OwnLoader(Asks):
 
 
 class Statistics(Asks):
-    """Iterates over the training data before the first step, for a mean over its rows."""
+    """Computes a mean over the rows of the training data before the first step."""
 
     def configure_optimizers(self) -> Any:
         self.trainer.fit_loop.setup_data()
@@ -106,7 +106,9 @@ class Statistics(Asks):
 
 
 class Collectives(Asks):
-    """Uses each collective of its trainer in each hook before training, and in later ones."""
+    """Uses each collective operation of its trainer in each hook before training, and in later
+    ones.
+    """
 
     def ask(self, hook: str) -> None:
         strategy = self.trainer.strategy
@@ -150,7 +152,7 @@ class Collectives(Asks):
 
 
 class Tuned(Asks):
-    """Its learning rate is looked for first."""
+    """A module whose learning rate a tuner finds first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class Tuned(Asks):
 
 
 class TwoTasks(Asks):
-    """Has variances of two tasks that are plain tensors, which its optimizer trains."""
+    """Weights two tasks by variances in a plain tensor, which its optimizer trains too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class TwoTasks(Asks):
 
 
 class TwoTasksByHand(TwoTasks):
-    """Optimizes manually."""
+    """The same model with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ TUNED = ("the tuner", "the callback")
 
 
 def run(name: str, split: Any, folder: str) -> dict[str, Any]:
-    """A program, by a split's strategy or by Lightning alone in one process."""
+    """Train one program, with a split's strategy or with Lightning alone in one process."""
     kind, options = {**EARLY, **AT_ONCE}.get(name, (Tuned, {}))
     finder = [pl.callbacks.LearningRateFinder(1e-3, 1.0, 12)] if name == "the callback" else []
     given: dict[str, Any] = {"devices": 1, "callbacks": finder, **options}
@@ -245,7 +247,7 @@ def run(name: str, split: Any, folder: str) -> dict[str, Any]:
 
 
 def run_or_say(name: str, split: Any, folder: str) -> Any:
-    """What a program ended with, or the sentence that it was refused with."""
+    """Return the result of a program, or the error message that it was refused with."""
     try:
         return run(name, split, folder)
     except EvenerError as error:
@@ -253,7 +255,7 @@ def run_or_say(name: str, split: Any, folder: str) -> Any:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank."""
+    """Train every program as one rank."""
     torch.set_num_threads(1)
     audit_first_step()
     plan = make_plan(shares, micros)
@@ -264,7 +266,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every program in one process."""
+    """Train every program in one process."""
     torch.set_num_threads(1)
     found = {name: run(name, None, str(folder)) for name in (*EARLY, *AT_ONCE, *TUNED)}
     torch.save(found, folder / f"{rank}.pt")

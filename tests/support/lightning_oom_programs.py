@@ -1,5 +1,5 @@
-"""Trainings by Lightning in which passes run out of memory, beside trainings whose memory
-suffices.
+"""Lightning trainings in which passes run out of memory, and the same trainings with
+enough memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from tests.support.last_words import last_words
 from tests.support.lightning_options import Figures, Lbfgs, Tokens, Weighted, count_labels
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 
-SAME_PASSES = {  # cases of torch_oom_programs
+SAME_PASSES = {  # names of cases in torch_oom_programs
     name: msgspec.structs.replace(bombed.CASES[name], bombs=0.9, steps=8)
     for name in ("normalized", "dropout in passes, accumulated")
 }
 
 
 class Bombs(pl.Callback):
-    """Lays one or two in three of four batches, at any linear layer of any pass."""
+    """Plants out-of-memory errors in three of four batches, one or two, at any linear layer of any
+    pass.
+    """
 
     def __init__(self, module: Any, seed: int) -> None:
         self.fuse, self._numbers = bombed.Fuse(), random.Random(seed)
@@ -67,13 +69,12 @@ class Bombs(pl.Callback):
         self.fuse.at = []
 
 
-# ---------------------------------------------------------------------- beside one that takes the
-# same passes
+# ------------------------------------------------------------------- compared with the same passes
 
 
 class Counted(pl.LightningModule):
-    """The net of torch_oom_programs, which seeds random numbers and lays its bombs for each
-    batch.
+    """The network of torch_oom_programs, with seeded random numbers and new errors for
+    each batch.
     """
 
     def __init__(self, case: bombed.Case, rank: int) -> None:
@@ -95,7 +96,8 @@ class Counted(pl.LightningModule):
             self.net(batch[0]), batch[1], ignore_index=1 if self.case.counted else -100
         )
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss * self.case.accumulate  # Lightning takes the mean of the batches
+        # Lightning divides the loss by the number of accumulated batches
+        return loss * self.case.accumulate
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.fuse.at = []
@@ -129,14 +131,11 @@ def train_counted(case: bombed.Case, shares: list[int]) -> dict[str, Any]:
     return {"state": state, "kept": module.kept, "burst": module.fuse.burst, "loss": loss}
 
 
-# ---------------------------------------------------------------------- beside one process whose
-# memory suffices
+# ------------------------------------------ compared with one process that has enough memory
 
 
 class Named(Module):
-    """Takes its batch apart, returns more than the loss, and logs as users do who don't know of
-    ranks.
-    """
+    """Takes its batch apart, returns more than the loss, and logs without regard to ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         targets = batch.pop("y")
@@ -151,7 +150,7 @@ def name_columns(items: Any) -> dict[str, torch.Tensor]:
 
 
 class Skips(Module):
-    """Leaves out every third batch, by what its loss is."""
+    """Returns no loss for every third batch, after computing it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.mse_loss(self.layers(batch[0]), batch[1])
@@ -159,14 +158,14 @@ class Skips(Module):
 
 
 class Silent(Module):
-    """Logs nothing, as Dynamo can't compile Lightning's log."""
+    """Logs nothing, since Dynamo can't compile Lightning's log."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.mse_loss(self.layers(batch[0]), batch[1])
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A training; `options` are the trainer's."""
+    """One training; `options` are passed to the trainer."""
 
     module: Callable[[], Any]
     options: dict[str, Any] = {}
@@ -194,18 +193,19 @@ CASES = {
 }
 
 
-ALONE = ("figures", "columns", "skipped")  # what one device trains too
+ALONE = ("figures", "columns", "skipped")  # also trained on one device
 AT_ONCE = (
     "figures",
     "columns",
     "compiled",
     "bf16",
-)  # of two devices, whose shares are one pass at first
-IN_PASSES = ("figures", "tokens", "validated", "resumed", "fp16")  # of two devices, from the start
+)  # trained on two devices, with each share in one pass at first
+# trained on two devices, in several passes from the start
+IN_PASSES = ("figures", "tokens", "validated", "resumed", "fp16")
 
 
 def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
-    """By a split with bombs, or by Lightning alone."""
+    """Train with a split and planted errors, or with Lightning alone."""
     module = case.module()
     data: Any = Texts(case.rows) if case.texts else points(case.rows)
     if case.within > 1e-6:
@@ -257,7 +257,7 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank."""
+    """Train every program as one rank."""
     torch.set_num_threads(1)
     audit_first_step()
     pass_limits.CLEAN_STEPS = 1
@@ -284,7 +284,7 @@ def reference_all(folder: Path, rank: int) -> None:
     )
 
 
-# ---------------------------------------------------------------------- what ends in a sentence
+# ------------------------------------------------------- trainings that end in an error message
 
 
 class Sums(Weighted):
@@ -293,7 +293,7 @@ class Sums(Weighted):
 
 
 class Gathers(Module):
-    """Asks for the rows of all ranks."""
+    """Gathers the losses of all ranks in its training step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = F.mse_loss(self.layers(batch[0]), batch[1])
@@ -310,11 +310,11 @@ SENTENCES: dict[str, Callable[[], Any]] = {
 }
 
 
-HELD: deque[Any] = deque(maxlen=1)  # a reference to what a pass has computed
+HELD: deque[Any] = deque(maxlen=1)  # a weak reference to an intermediate result of a pass
 
 
 class Holds(Module):
-    """Keeps what it computes in an attribute."""
+    """Keeps an intermediate result in an attribute."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.kept = self.layers[:2](batch[0])
@@ -323,7 +323,7 @@ class Holds(Module):
 
 
 def look_at_memory(folder: Path, rank: int) -> None:
-    """Whether what a failed pass computed is gone before smaller passes begin."""
+    """Save whether a failed pass's intermediate results are freed before smaller passes begin."""
     torch.set_num_threads(1)
     split, module, seen = Split(make_plan([8])), Holds(False), []
     bombs, free = Bombs(module, 0), recovery.free_memory
@@ -341,7 +341,7 @@ def look_at_memory(folder: Path, rank: int) -> None:
 
 
 def end(folder: Path, rank: int, name: str, shares: list[int]) -> None:
-    """What a training says whose second batch doesn't fit on its last rank."""
+    """Save the error message of a training whose second batch doesn't fit on its last rank."""
     torch.set_num_threads(1)
     split = Split(make_plan(shares))
     module = SENTENCES[name]()

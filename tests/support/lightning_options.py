@@ -1,7 +1,7 @@
-"""Options, losses and figures of Lightning: trainings that one process and several ranks must end
-alike.
+"""Lightning programs with various options, losses and logged metrics.
 
-tests/support/rank_server.py runs the functions that take a folder and a rank.
+One process and several ranks must train them alike. tests/support/rank_server.py runs the functions
+that take a folder and a rank.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from evener.torch import Split
 from tests.support.huggingface_programs import SEED, WORDS, Texts, make_plan, pad_texts
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 
-Where = Callable[..., Any]  # the training's loader, from a data set
+Where = Callable[..., Any]  # makes the training's loader from a data set
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One training; `options` are the trainer's."""
+    """One training; `options` are passed to the trainer."""
 
     options: dict[str, Any] = {}
     module: str = "plain"
     rows: int = 17
-    by: str = "fit"  # who gives the loader
+    by: str = "fit"  # where the loader is given: to fit, by a data module or by the module
     validate: bool = False
     check: bool = True
     count: bool = False
-    schedule: dict[int, int] = {}  # of accumulation, by epoch
-    at_once: bool = False  # not under a plan with passes
+    schedule: dict[int, int] = {}  # batches to accumulate, by epoch
+    at_once: bool = False  # only for plans in which each share is one pass
 
 
 CASES = {
@@ -57,7 +57,7 @@ CASES = {
 
 
 class Figures(Module):
-    """Logs what depends on rows, in each way that Lightning has."""
+    """Logs metrics that depend on rows, in each way that Lightning offers."""
 
     def __init__(self) -> None:
         super().__init__(manual=False)
@@ -84,7 +84,7 @@ class Figures(Module):
 
 
 class Tokens(pl.LightningModule):
-    """A mean over the labels that aren't -100, of rows that are padded; logs it."""
+    """Logs the mean loss over labels other than -100, of padded rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tokens(pl.LightningModule):
 
 
 class InParts(Module):
-    """Takes the passes itself."""
+    """Loops over the passes of a batch itself."""
 
     def __init__(self, split: Any) -> None:
         super().__init__(manual=False)
@@ -118,7 +118,7 @@ class InParts(Module):
 
 
 class Weighted(Module):
-    """A mean weighted by classes, or a sum."""
+    """A mean loss with class weights, or a sum."""
 
     def __init__(self, summed: bool) -> None:
         super().__init__(manual=False)
@@ -135,7 +135,7 @@ class Weighted(Module):
 
 
 class Lbfgs(Module):
-    """Two steps of it for each batch, with a search along the line."""
+    """Trains with L-BFGS and a line search, for several iterations per batch."""
 
     def __init__(self) -> None:
         super().__init__(manual=False)
@@ -145,7 +145,7 @@ class Lbfgs(Module):
 
 
 class WithSplit(Module):
-    """Losses that need the split: with `gathered` of all ranks' rows, else of weighted rows."""
+    """Losses that need the split: of all ranks' rows if `gathered`, otherwise of weighted rows."""
 
     def __init__(self, split: Any, gathered: bool) -> None:
         super().__init__(manual=False)
@@ -172,7 +172,7 @@ REFUSED = {
 
 
 def make_module(case: Case, split: Any) -> Any:
-    """Of a case, by a split, or in one process without."""
+    """Return the module of a case, for a split or (None) for one process."""
     if case.module in ("split.loss", "gathered"):
         return WithSplit(split, case.module == "gathered")
     if case.module == "parts":
@@ -185,7 +185,7 @@ def make_module(case: Case, split: Any) -> Any:
 
 
 def fit(case: Case, make: Where, held_out: Any, trainer: pl.Trainer, module: Any) -> None:
-    """With the loader given in the case's way."""
+    """Train, with the loader given in the case's way."""
     data: Any = Texts(case.rows) if case.module == "tokens" else points(case.rows)
     options = {"collate_fn": pad_texts} if case.module == "tokens" else {}
     if case.by == "data module":
@@ -211,7 +211,7 @@ def count_labels(part: Any) -> Any:
 
 
 def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
-    """By the strategy of a split, or by Lightning alone in one process."""
+    """Train a case with a split's strategy, or with Lightning alone in one process."""
     callbacks = [pl.callbacks.GradientAccumulationScheduler(case.schedule)] if case.schedule else []
     given: dict[str, Any] = {"callbacks": callbacks, "devices": 1}
     if split is not None:
@@ -227,7 +227,7 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
         return DataLoader(data, batch_sampler=order, **options)
 
     held_out: Any = None
-    # in passes its batches have other rows
+    # in several passes, the validation batches would have other rows
     if case.validate and (split is None or split.shares == split.micros):
         own = DataLoader(points(21), batch_size=8)
         held_out = split.loader(points(21), shuffle=False, training=False) if split else own
@@ -242,7 +242,7 @@ def run(case: Case, split: Any, folder: str) -> dict[str, Any]:
 
 
 def sentence(called: Callable[[], Any]) -> str:
-    """The error that it ends with."""
+    """Return the error message that a call ends with."""
     try:
         called()
     except EvenerError as error:
@@ -251,7 +251,7 @@ def sentence(called: Callable[[], Any]) -> str:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every case as one rank, and what is refused on it."""
+    """Train every case as one rank, and collect the refusals of others."""
     torch.set_num_threads(1)
     plan, here = make_plan(shares, micros), str(folder)
     found: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def fit_another(split: Any, folder: str) -> None:
-    """A DataLoader of one's own, after split.loader was called."""
+    """Train with the user's own DataLoader after split.loader was called."""
     trainer = make_trainer(
         Program(), folder, strategy=split.strategy(), devices=split.world, max_epochs=1
     )
@@ -276,14 +276,14 @@ def fit_another(split: Any, folder: str) -> None:
 
 
 def fit_by_ddp(split: Any, folder: str) -> None:
-    """Lightning's own strategy, after split.strategy was called."""
+    """Train with Lightning's own strategy after split.strategy was called."""
     split.strategy()
     trainer = make_trainer(Program(), folder, strategy="ddp", devices=split.world, max_epochs=1)
     trainer.fit(Module(False), split.loader(points(45)))
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every case in one process."""
+    """Train every case in one process."""
     torch.set_num_threads(1)
     torch.save(
         {name: run(case, None, str(folder)) for name, case in CASES.items()}, folder / f"{rank}.pt"

@@ -1,4 +1,4 @@
-"""A program with a lightning.Trainer, written as its users write it: nothing of evener is in it."""
+"""A Lightning program as a user writes it, which doesn't mention evener."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ torch.set_default_dtype(torch.float64)
 
 
 class Model(lightning.LightningModule):
-    """A small network; `total` makes its loss a sum over rows."""
+    """A small network; with `total`, its loss is a sum over rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(lightning.LightningModule):
 
 
 def trainer(epochs: int) -> Any:
-    """A trainer that prints nothing."""
+    """Return a trainer that prints nothing."""
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )

@@ -1,7 +1,7 @@
-"""Trainings by Lightning that one process and several ranks must end with the same weights, and
-what is refused.
+"""Lightning trainings that must end with the same weights on one process and on several ranks.
 
-tests/support/rank_server.py runs the functions that take a folder and a rank.
+Others of them are refused. tests/support/rank_server.py runs the functions that take a folder and a
+rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EPOCHS = 2
 
 
 class Program(msgspec.Struct, frozen=True):
-    """One training; `options` are the trainer's."""
+    """One training; `options` are passed to the trainer."""
 
     rows: int = 17  # two full batches and one of a single row
     options: dict[str, Any] = {}
     manual: bool = False
     validate: bool = False
-    resume_after: int = 0  # optimizer steps
+    resume_after: int = 0  # in optimizer steps
     rebalance: bool = False
 
 
@@ -51,7 +51,7 @@ PROGRAMS = {
 
 
 class Module(pl.LightningModule):
-    """Two layers; logs its loss over the epoch."""
+    """Two layers; logs its mean loss over the epoch."""
 
     def __init__(self, manual: bool, normalize: bool = False) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Module(pl.LightningModule):
 
 
 class Iterates(Module):
-    """Takes its batches itself."""
+    """Fetches its batches from the iterator itself."""
 
     def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -92,13 +92,13 @@ class Iterates(Module):
 
 
 def points(rows: int) -> TensorDataset:
-    """The same rows as of the plain model of transformers' programs."""
+    """Return the same rows as the plain model of transformers' programs has."""
     data = Points(rows)
     return TensorDataset(data.x, data.y)
 
 
 def make_trainer(program: Program, folder: str, **options: Any) -> pl.Trainer:
-    """A quiet trainer, on GPUs where PyTorch sees some."""
+    """Return a trainer that prints nothing, on GPUs if PyTorch sees any."""
     where = "gpu" if torch.cuda.is_available() else "cpu"
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saves = {"enable_checkpointing": False, "num_sanity_val_steps": 0}
@@ -107,15 +107,15 @@ def make_trainer(program: Program, folder: str, **options: Any) -> pl.Trainer:
 
 
 def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
-    """What a training ended with."""
+    """Return the weights and metrics at the end of a training."""
     weights = [tensor.detach().cpu().clone() for tensor in module.state_dict().values()]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"weights": weights, "steps": trainer.global_step, "metrics": metrics}
 
 
 def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
-    """By the strategy of a split; if it stops on the way, the rest by another trainer, without
-    passes.
+    """Train with a split's strategy; if it stops early, another trainer without passes trains the
+    rest.
     """
 
     def fit(split: Any, path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
@@ -144,7 +144,7 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
 
 
 def reference(program: Program) -> dict[str, Any]:
-    """By Lightning in this process."""
+    """Train with Lightning alone in this process."""
     module = Module(program.manual)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(program, folder, devices=1)
@@ -157,7 +157,7 @@ def reference(program: Program) -> dict[str, Any]:
 
 
 class Epochs(Ordered):
-    """Lightning sets the epoch of a batch sampler's own sampler."""
+    """An ordered batch sampler that is its own sampler, as Lightning sets the epoch of that one."""
 
     @property
     def sampler(self) -> Ordered:
@@ -165,8 +165,9 @@ class Epochs(Ordered):
 
 
 def stop(split: Any, folder: str) -> tuple[int, int, bool]:
-    """Steps of a training whose first rank is sent SIGTERM in its third, how often Lightning asked,
-    its end.
+    """Send SIGTERM to the first rank in its third step.
+
+    Returns the training's steps, how often Lightning asked whether to stop, and whether it ended.
     """
     asked, ask = list[Any](), _TrainingEpochLoop._broadcast_sigterm_tensor
 
@@ -193,7 +194,7 @@ def stop(split: Any, folder: str) -> tuple[int, int, bool]:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank, but manual optimization in passes."""
+    """Train every program as one rank, except manual optimization in several passes."""
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
     found: dict[str, Any] = {
@@ -207,7 +208,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every program in one process."""
+    """Train every program in one process."""
     torch.set_num_threads(1)
     torch.save(
         {name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt"
@@ -215,9 +216,7 @@ def reference_all(folder: Path, rank: int) -> None:
 
 
 def refuse_all(folder: Path, rank: int) -> None:
-    """What is refused, or said, of a share in two passes; and whether a second training is as the
-    first.
-    """
+    """Save what is refused or warned about with a share in two passes, and repeat a training."""
     split = Split(make_plan((8,), (4,)))
 
     def fit(module: Module, loader: Any = None, **options: Any) -> str:
@@ -232,7 +231,7 @@ def refuse_all(folder: Path, rank: int) -> None:
             except (
                 EvenerError,
                 MisconfigurationException,
-            ) as error:  # the latter is Lightning's own
+            ) as error:  # the latter is raised by Lightning itself
                 return str(error)
         return " ".join(str(each.message) for each in said)
 

@@ -1,4 +1,4 @@
-"""Training that fills a slice's memory, as a rank of a RankServer."""
+"""A training that fills the memory of a GPU slice, run as a rank of a RankServer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST = 8192  # rows
 
 
 def grow(folder: Path, _rank: int, room_bytes: int) -> None:
-    """Batches double until PyTorch raises; saves the last that fitted and the one that didn't, once
-    a small one ran.
+    """Double the batch until PyTorch raises, and save the last size that fitted and the first that
+    didn't.
     """
     torch.set_num_threads(1)
     layer = torch.nn.Conv2d(8, 64, 3, padding=1)

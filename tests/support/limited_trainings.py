@@ -1,4 +1,4 @@
-"""Small PyTorch trainings with one known limit each, as a user would write them in a file."""
+"""Small PyTorch trainings, as a user would write them, each with one known bottleneck."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def training_data():
     return plain_data(width=64)
 """
 )
-# whose passes take as long for few rows as for some more, as they read its weights
+# its passes read many weights, so a few rows take as long as some more
 LARGE_WEIGHTS = (
     HEAD
     + """
@@ -149,7 +149,7 @@ def build():
     return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
 """
 )
-# whose update takes as long whatever the batch
+# its optimizer's update takes the same time whatever the batch
 MANY_WEIGHTS = (
     HEAD
     + """

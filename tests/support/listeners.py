@@ -1,4 +1,4 @@
-"""Which sockets a tree of processes listens on, as /proc shows them while it runs."""
+"""Lists the sockets that a tree of processes listens on, from /proc."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple
 
-LISTENING = "0A"  # the state in /proc/net/tcp; a UDP socket without a peer has UNCONNECTED
+LISTENING = "0A"  # the state LISTEN in /proc/net/tcp; a UDP socket without a peer has UNCONNECTED
 UNCONNECTED = "07"
 TABLES = {"tcp": LISTENING, "tcp6": LISTENING, "udp": UNCONNECTED, "udp6": UNCONNECTED}
-LOOK_SECONDS = 0.05  # between two looks, each of which is a hundredth of CPU time
+LOOK_SECONDS = 0.05  # between two looks; each look takes about 0.01 s of CPU time
 
 
 class Listener(NamedTuple):
-    """A socket that waits for others."""
+    """A socket that accepts connections or datagrams."""
 
     pid: int
     address: str
@@ -32,7 +32,7 @@ class Listener(NamedTuple):
 
 
 def list_tree(root: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
@@ -46,7 +46,7 @@ def list_tree(root: int) -> list[int]:
 
 
 def list_listeners(root: int) -> set[Listener]:
-    """The sockets on which a process and its descendants wait now."""
+    """Return the sockets on which a process and its descendants listen now."""
     owned = {pid: _list_sockets(pid) for pid in list_tree(root)}
     found = set()
     for socket, address in _list_waiting():
@@ -57,7 +57,7 @@ def list_listeners(root: int) -> set[Listener]:
 
 
 def _list_sockets(pid: int) -> set[str]:
-    """The open sockets of a process, as links name them; none of one that has ended."""
+    """Return the link names of a process's open sockets; none if it has ended."""
     sockets = set()
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -67,7 +67,7 @@ def _list_sockets(pid: int) -> set[str]:
 
 
 def _list_waiting() -> Iterator[tuple[str, str]]:
-    """The sockets that wait for others in this network, as links name them, and their addresses."""
+    """Yield the link name and the address of each listening socket in this network namespace."""
     for table, state in TABLES.items():
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -76,7 +76,7 @@ def _list_waiting() -> Iterator[tuple[str, str]]:
 
 
 def _read_address(text: str) -> tuple[str, int]:
-    """An address as the kernel writes it: words of four bytes in the machine's own order."""
+    """Parse an address as the kernel writes it: 4-byte words in the machine's own byte order."""
     digits, _, port = text.partition(":")
     words = bytes.fromhex(digits)
     if sys.byteorder == "little":
@@ -85,7 +85,9 @@ def _read_address(text: str) -> tuple[str, int]:
 
 
 class ListenerLog:
-    """Looks at a tree of processes until it is left; `seen` has all sockets that were there."""
+    """A context that watches a tree of processes; `seen` has every listening socket that
+    appeared.
+    """
 
     def __init__(self, root: int) -> None:
         self.root, self.seen, self.looks = root, set[Listener](), 0

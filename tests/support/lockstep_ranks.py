@@ -1,4 +1,4 @@
-"""Ranks whose own work is a script, in one process: what a Rebalancing on each makes of it."""
+"""Runs the Rebalancing of several ranks in one process, with scripted times of own work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from evener.torch.ranks.own_work import TimedStep
 from evener.torch.ranks.ranks import RankShares
 from evener.torch.rebalancing import Rebalancing
 
-OwnWork = Callable[[int, int, int], float]  # seconds of a rank with as many rows in a step
+OwnWork = Callable[[int, int, int], float]  # seconds of own work by step, rank and rows
 
 
 class Post:
-    """A process group of all ranks, which sums once the last of them has given its figures."""
+    """A process group of all ranks that sums once the last of them has sent its values."""
 
     def __init__(self, world: int) -> None:
         self._world, self._given = world, list[torch.Tensor]()
@@ -37,7 +37,7 @@ class Post:
 
 
 class Timer:
-    """Has the steps of a rank."""
+    """The timed steps of a rank."""
 
     def __init__(self) -> None:
         self.steps: list[TimedStep] = []
@@ -54,9 +54,9 @@ def train(
     retreats: dict[int, int],
     limit: Callable[[int, int], int | None] = lambda *_: None,
 ) -> list[tuple[int, ...]]:
-    """The shares of each step; in the steps of `retreats`, that rank runs out of memory.
+    """Return the shares of each step; `retreats` says which rank runs out of memory in which step.
 
-    `limit` has the rows of a pass that memory holds of a rank in a step.
+    `limit` returns how many rows of a pass fit in a rank's memory in a step.
     """
     post = Post(len(batches))
     monkeypatch.setattr(dist, "new_group", lambda **_: post)

@@ -1,6 +1,4 @@
-"""A machine in the making: devices as a family draws and changes them, before they become a machine
-file's keys.
-"""
+"""Random simulated machines that are still being changed, before they become a machine file."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import msgspec
 
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedEvent, Sync
 
-FAR = 8192  # samples: the far point of a straight curve
-CURVED = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # samples: the points of a bent one
+FAR = 8192  # samples: the last point of a straight curve
+# samples: the points of a curve that isn't straight
+CURVED = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 Curve = tuple[tuple[int, float], ...]
 
 
@@ -21,17 +20,17 @@ class Part(msgspec.Struct):
     """One device."""
 
     fixed: float  # ms
-    slope: float  # ms a sample
-    most: int  # samples that fit
+    slope: float  # ms per sample
+    most: int  # the largest batch that fits, in samples
     base_mib: float
     each_mib: float
     noise: float
-    curve: Curve = ()  # empty: a straight line
-    keys: dict[str, Any] = {}  # others of a machine file
+    curve: Curve = ()  # empty: the time is a straight line
+    keys: dict[str, Any] = {}  # other keys of a machine file
 
 
 class Draft(msgspec.Struct):
-    """The machine, and what is asked of it: `ask` in every mode, a mode for each kind of batch."""
+    """A machine and the questions about it: the options `ask`, with each of `modes`."""
 
     parts: list[Part]
     sync: Sync
@@ -40,7 +39,7 @@ class Draft(msgspec.Struct):
     modes: tuple[str, ...] = ("free", "fixed")
 
     def machine(self) -> Machine:
-        """As it stands now."""
+        """Return the machine as it is now."""
         return Machine(
             tuple(_device(*one) for one in enumerate(self.parts)),
             self.sync,
@@ -49,13 +48,13 @@ class Draft(msgspec.Struct):
 
 
 def log_uniform(chance: random.Random, low: float, high: float) -> float:
-    """A number between the two, as likely in each octave."""
+    """Return a random number between the two, with a uniform logarithm."""
     return math.exp(chance.uniform(math.log(low), math.log(high)))
 
 
 def draw(chance: random.Random) -> Draft:
-    """One model on two to four devices, up to 2.5 times as slow as each other; 60 to 3,000 samples
-    fit.
+    """Return one device model on 2 to 4 devices, with up to 2.5 times different speeds, for 60 to
+    3,000 samples.
     """
     slope, base, each = (
         log_uniform(chance, 0.1, 1.5),
@@ -76,14 +75,14 @@ def draw(chance: random.Random) -> Draft:
 
 
 def redraw(chance: random.Random, draft: Draft, count: int) -> None:
-    """As many devices, drawn like the first ones."""
+    """Replace the devices by `count` new ones, drawn like the first ones."""
     while len(draft.parts) < count:
         draft.parts += draw_like(chance, draft.parts[0])
     del draft.parts[count:]
 
 
 def draw_like(chance: random.Random, part: Part) -> list[Part]:
-    """Another device of the same model."""
+    """Return more devices of the same model."""
     slower, most = chance.uniform(0.5, 2), round(log_uniform(chance, 60, 3000))
     return [
         msgspec.structs.replace(
@@ -98,8 +97,8 @@ def scale(
     slope_ms: tuple[float, float],
     chance: random.Random,
 ) -> None:
-    """The fastest device gets a fixed part and a slope between these; the others keep their
-    distance to it.
+    """Move the fastest device's fixed time and slope into these ranges, and scale the others with
+    it.
     """
     least, flattest = min(p.fixed for p in draft.parts), min(p.slope for p in draft.parts)
     fixed, slope = log_uniform(chance, *fixed_ms) / least, log_uniform(chance, *slope_ms) / flattest
@@ -108,24 +107,27 @@ def scale(
 
 
 def roughen(chance: random.Random, draft: Draft) -> None:
-    """Steps vary by 2 to 6 %."""
+    """Make step times vary by 2 to 6 %."""
     for part in draft.parts:
         part.noise = chance.uniform(0.02, 0.06)
 
 
 def flat_to(part: Part, knee: int, level: float, steep: float) -> None:
-    """`level` ms up to `knee` samples; beyond, each takes `steep` times its part of that."""
+    """Set a curve of `level` ms up to `knee` samples; beyond it, samples cost `steep` times more.
+
+    That is `steep` times `level / knee` for each.
+    """
     far = max(2 * part.most, 2 * knee)
     part.curve = ((1, level), (knee, level), (far, level * (1 + steep * (far / knee - 1))))
 
 
 def line_points(part: Part, batches: tuple[int, ...]) -> Curve:
-    """Its straight line at these batches."""
+    """Return points of its straight line at these batches."""
     return tuple((batch, part.fixed + part.slope * batch) for batch in batches)
 
 
 def room_mib(part: Part) -> float:
-    """Memory for as many samples as fit."""
+    """Return the memory that the largest batch needs, in MiB."""
     return part.base_mib + part.each_mib * (part.most + 0.4)
 
 

@@ -1,4 +1,6 @@
-"""Random machines by family and seed, with known physics, on which searches are compared."""
+"""Random machines by family and seed, whose true times and memory are known, to compare searches
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from evener.devices.machine import Machine, SimulatedDevice, Sync
 SIZES = (2, 4, 8, 16)
 NOISES = (0.002, 0.01, 0.03)
 FIXED = (64, 128, 256, 512, 1024, 2048, 4096)
-BEYOND = (0.5, 4.0)  # a fixed batch over all that fits at once, at least and at most
-CURVE_TO = 8192  # samples: the far point of a straight curve
+BEYOND = (0.5, 4.0)  # smallest and largest fixed batch, as a multiple of what fits at once
+CURVE_TO = 8192  # samples: the last point of a straight curve
 
 
 class Draw(msgspec.Struct):
@@ -22,17 +24,17 @@ class Draw(msgspec.Struct):
 
     fixed_ms: float
     slope_ms: float  # per sample
-    most: int  # samples that fit
+    most: int  # the largest batch that fits, in samples
     knee: int = 0
     stall_ms: float = 0.0
     contention: float = 0.0
-    bend: float = 1.0  # memory: slope beyond half of `most` over the slope before
-    # of each further pass; None: a pass costs as much as a step of its rows
+    bend: float = 1.0  # memory per sample beyond half of `most`, as a multiple of that before
+    # of each further pass; None: a pass takes as long as a step with its rows
     overhead_ms: float | None = None
 
 
 def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
-    """The machine of a family; the same seed has the same devices at every noise."""
+    """Return a family's machine; a seed gives the same devices at every noise."""
     rng = random.Random(f"{family}/{devices}/{seed}")
     draws = [_draw(rng) for _ in range(devices)]
     sync = Sync(_log(rng, 0.5, 20.0), _log(rng, 0.2, 10.0) * 2 / devices)
@@ -47,7 +49,7 @@ def machine(family: str, devices: int, noise: float, seed: int) -> Machine:
 
 
 def fixed_batch(machine: Machine, seed: int) -> int:
-    """A fixed global batch that fits, one of the usual sizes."""
+    """Return a fixed global batch of a usual size that fits."""
     rng = random.Random(f"fixed/{seed}")
     most = sum(largest(machine, i) for i in range(len(machine.devices)))
     fit = [batch for batch in FIXED if len(machine.devices) <= batch <= 0.9 * most]
@@ -55,14 +57,14 @@ def fixed_batch(machine: Machine, seed: int) -> int:
 
 
 def batch_beyond(machine: Machine, seed: int) -> int:
-    """A fixed global batch from half of what fits at once to four times as much."""
+    """Return a fixed global batch of half to four times what fits at once."""
     rng = random.Random(f"beyond/{seed}")
     most = sum(largest(machine, i) for i in range(len(machine.devices)))
     return max(len(machine.devices), round(most * _log(rng, *BEYOND)))
 
 
 def largest(machine: Machine, position: int) -> int:
-    """The most samples that fit on a device, by bisection on its physics."""
+    """Return the largest batch that fits on a device, by bisection."""
     low, high = 0, 1 << 20
     limit = machine.usable_memory_bytes(position)
     while high - low > 1:
@@ -137,8 +139,8 @@ def _bent_memory(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
 
 
 def _small_card(rng: random.Random, draws: list[Draw], sync: Sync) -> Made:
-    """One card has a part of the memory that its speed would use; a further pass costs less than a
-    step of its rows.
+    """One card has less memory than its speed could use, and further passes cost less
+    than steps.
     """
     for draw in draws:
         draw.overhead_ms = (draw.fixed_ms + draw.slope_ms * draw.most) * _log(rng, 0.001, 0.05)

@@ -1,8 +1,7 @@
-"""Random machines on which searches went wrong, or might, by family and seed, with what is asked of
+"""Random machines on which searches went wrong or might, by family and seed, with questions about
 each.
 
-The ranges stand in the first line of each family, in `hard_curves`, `hard_devices` and
-`hard_events`.
+The first line of each family in `hard_curves`, `hard_devices` and `hard_events` states its ranges.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from tests.support.machine_drafts import Draft, draw
 from tests.support.machine_families import FIXED, batch_beyond, largest
 from tests.support.search_trials import Ask, Case
 
-LONG_STEP = 15  # a budget has to be enough for this many of the best layout's steps
-LONG_STEP_OF_SLOW = 8  # the same for families of slow steps
+LONG_STEP = 15  # the budget must allow this many steps with the best layout
+LONG_STEP_OF_SLOW = 8  # the same for families with slow steps
 SLOW = ("slow_flat", "slow_line", "slow_knee", "slow_loads")
-CHANCE = (  # another order of probes finds another machine: laws for pairs of searches don't hold
+# another order of probes meets other conditions here, so pairs of searches can't be compared
+CHANCE = (
     "noisy",
     "noisy_slow",
     "bursts",
@@ -42,10 +42,11 @@ CHANCE = (  # another order of probes finds another machine: laws for pairs of s
 
 
 def cases(family: str, seed: int, **asked: Any) -> list[Case]:
-    """Every question about the machine of that seed; `asked` hold for all, such as another budget.
+    """Return every question about a seed's machine; `asked` overrides options of all, such as the
+    budget.
 
-    A machine whose best step would take over a 15th of the family's budget is drawn again: nobody
-    could measure it.
+    A machine whose best step would take over 1/15 of the family's budget is drawn again, since no
+    search could measure it.
     """
     for attempt in count():
         draft = draw(chance := random.Random(f"{family}/{seed}/{attempt}"))
@@ -69,12 +70,12 @@ def _ask(mode: str, draft: Draft, chance: random.Random) -> Ask:
 
 
 def fewest_steps(family: str) -> int:
-    """How many of the best layout's steps the budget is enough for."""
+    """Return how many steps with the best layout the budget must allow."""
     return LONG_STEP_OF_SLOW if family in SLOW else LONG_STEP
 
 
 def is_measurable(machine: Machine, ask: Ask, steps: int = LONG_STEP) -> bool:
-    """Whether as many steps of the best layout, before any event, fit the budget."""
+    """Return whether that many steps with the best layout fit the budget, before any event."""
     if ask.batch is not None:
         best = search_oracle.fixed(machine, ask.batch, ask.micro, ask.quantum)
     else:
@@ -84,8 +85,8 @@ def is_measurable(machine: Machine, ask: Ask, steps: int = LONG_STEP) -> bool:
 
 
 def _batch(mode: str, draft: Draft, most: int, chance: random.Random) -> int | None:
-    """No batch, an odd one, half to four times what fits at once, or one of the usual sizes that
-    fits.
+    """Return the batch of a mode: None, an odd one, one beyond memory, or one of the
+    usual sizes.
     """
     least, quantum = len(draft.parts), draft.ask.get("quantum", 1)
     if mode == "free":

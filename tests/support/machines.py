@@ -20,13 +20,16 @@ curve = {curve}
 
 
 def crawling_machine(beyond: int = 1400) -> Machine:
-    """Two equal fast GPUs, of which the first takes eight times as long above `beyond` rows."""
+    """Return two equal fast GPUs, of which the first takes eight times as long above
+    `beyond` rows.
+    """
     return parse_machine(crawling_machine_toml(beyond).encode())
 
 
 def crawling_machine_toml(beyond: int = 1400) -> str:
-    """The file of that machine: 5 ms + 0.032 ms a row (1,400 rows 49.8 ms); all of 8,192 rows fit
-    in memory.
+    """Return that machine's file: 5 ms + 0.032 ms per row (1,400 rows 49.8 ms).
+
+    All of 8,192 rows fit in memory.
     """
     steep = [
         [1, _ms(1)],
@@ -48,10 +51,10 @@ def _ms(rows: int) -> float:
 
 
 def step_seconds(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-    """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in
-    step.
+    """Return the time of one synchronous step without noise.
 
-    `micro` are the most rows of each device's passes; empty: each share is one pass.
+    That is the slowest device's time and, with 2 or more devices, the time to synchronize them.
+    `micro` has the rows of each device's largest pass; empty: each share is one pass.
     """
     active = [position for position, share in enumerate(shares) if share > 0]
     passes = [
@@ -67,8 +70,9 @@ def step_seconds(machine: Machine, shares: Sequence[int], micro: Sequence[int] =
 
 
 def samples_per_second(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-    """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no
-    time.
+    """Return the combined throughput without noise.
+
+    It is 0 if no device has samples, and infinite if a step takes no time.
     """
     total = sum(shares)
     seconds = step_seconds(machine, shares, micro)

@@ -1,6 +1,4 @@
-"""Made-up trainings: what each rank does with its time, and the records that its steps would
-leave.
-"""
+"""Invents trainings: the times of each rank's steps, and the records that they would leave."""
 
 from __future__ import annotations
 
@@ -19,30 +17,33 @@ STEPS = 25
 
 
 class Habit(msgspec.Struct, frozen=True):
-    """A rank's milliseconds of a step; `silence` is how long its next record has been due."""
+    """How a rank spends a step, in ms; `silence` is for how long its next record has
+    been overdue.
+    """
 
     own: float = 100
     input: float = 0
-    before: float = 0  # the optimizer's step, after the backward pass
+    before: float = 0  # of the optimizer's step, after the backward pass
     update: float = 2
-    after: float = 0  # it, before the next batch
-    noise: float = 0  # of own work: standard deviation over its mean
+    after: float = 0  # after the optimizer's step, before the next batch
+    noise: float = 0  # of own work: standard deviation / mean
     rows: int = 512
     silence: float = 0  # seconds
-    doing: Doing = ""  # then
+    doing: Doing = ""  # what it does during the silence
     batch: int = 0
     disk: float = 0.5  # seconds between two records
-    old: bool = False  # it writes records of the first version
+    old: bool = False  # it writes records in the first version's format
 
 
 def make_training(
     habits: Sequence[Habit], exchange: float = 1, seed: int = 0
 ) -> tuple[Training, ...]:
-    """The newest record of each rank, after some steps: all leave a sum of gradients at the same
-    time.
+    """Return the newest record of each rank after some steps.
+
+    All ranks finish each sum of gradients at the same time.
     """
     draw = random.Random(seed)
-    free = [0.0] * len(habits)  # when each asks for its next batch
+    free = [0.0] * len(habits)  # when each rank asks for its next batch
     steps: list[list[tuple[float, ...]]] = [[] for _ in habits]
     for _ in range(STEPS):
         own = [each.own * max(0.2, draw.gauss(1, each.noise)) for each in habits]

@@ -1,4 +1,4 @@
-"""The cases of tests/support/matrix_parts.py in Lightning."""
+"""Trains the cases of tests/support/matrix_parts.py with Lightning."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tests.support.matrix_parts import Case, compute_loss, count_labels
 
 
 class Module(pl.LightningModule):
-    """Logs its loss over the epoch."""
+    """Logs its mean loss over the epoch."""
 
     def __init__(self, case: Case, model: Any) -> None:
         super().__init__()
         self.model, self._case = model, case
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         loss, _ = compute_loss(self._case, self.model, batch)
         rows = next(len(each) for each in batch.values() if isinstance(each, torch.Tensor))
         self.log("loss", loss, on_epoch=True, on_step=False, sync_dist=True, batch_size=rows)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, as the others."""
+        """Return SGD, as in the other trainers."""
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def fit(
     case: Case, model: Any, split: Split | None, make_loader: Callable[[], Any], folder: str
 ) -> list[dict[str, float]]:
-    """Train the model; the metrics that were logged."""
+    """Train the model and return the logged metrics."""
     strategy: dict[str, Any] = {}
     if split is not None:
         count: dict[str, Any] = (

@@ -1,7 +1,6 @@
-"""Models, losses and cases of the matrix of trainings; tests/support/matrix_trainings.py trains
-them.
+"""Models, losses and cases of the training matrix, for tests/support/matrix_trainings.py.
 
-A case is by name: "decoder | own | transformers | passes | tail | 2" has two batches in each
+A case has a name: "decoder | own | transformers | passes | tail | 2" has two batches in each
 optimizer step.
 """
 
@@ -38,10 +37,10 @@ BY_LABEL = (
     "encoder by token",
     "masked encoder",
     "encoder-decoder",
-)  # several labels in a row
+)  # rows have several labels
 TRL = ("sft", "dpo", "reward")
 TRAINERS = ("transformers", "Lightning", "accelerate", "PyTorch")
-# of logits and labels, flat, and of the items
+# takes flat logits, flat labels and the number of items
 Loss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
@@ -53,11 +52,11 @@ class Case(msgspec.Struct, frozen=True):
     trainer: str = "transformers"
     passes: bool = True
     tail: bool = True
-    window: int = 1  # batches of an optimizer step
+    window: int = 1  # batches per optimizer step
 
     @property
     def name(self) -> str:
-        """By which it can be asked for."""
+        """The name by which a command can ask for it."""
         ends = (
             "passes" if self.passes else "at once",
             "tail" if self.tail else "even",
@@ -67,19 +66,19 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """With a tail the last batch has five of eight rows."""
+        """The number of rows; with a tail, the last batch has 5 rows instead of 8."""
         if not self.tail:
             return 8 * 2 * self.window
         return 13 if self.window == 1 else 21
 
     @property
     def by_label(self) -> bool:
-        """Whether the loss is a mean over labels, of which rows have several."""
+        """True if the loss is a mean over labels and rows have several labels."""
         return self.model in BY_LABEL and self.loss != "row mean"
 
 
 def parse(name: str) -> Case:
-    """The case of this name."""
+    """Return the case with this name."""
     model, loss, trainer, passes, tail, window = name.split(" | ")
     return Case(model, loss, trainer, passes == "passes", tail == "tail", int(window))
 
@@ -93,7 +92,7 @@ LAYOUTS = (
 
 
 def list_cases(layouts: Sequence[tuple[bool, bool, int]] = LAYOUTS) -> Iterator[Case]:
-    """All of them, in these layouts."""
+    """Yield every case with these layouts."""
     for model, layout in product(MODELS, layouts):
         for loss in (
             ("own",)
@@ -111,7 +110,7 @@ def list_cases(layouts: Sequence[tuple[bool, bool, int]] = LAYOUTS) -> Iterator[
 
 
 def build(case: Case) -> tuple[Any, Rows, Callable[[list[Any]], Any]]:
-    """The model, its rows and their collator."""
+    """Return the model, its rows and their collate function."""
     name, recipe = MODELS[case.model]
     model = make_model(name, recipe.dtype)
     if "auxiliary" in case.model:
@@ -133,7 +132,7 @@ def build(case: Case) -> tuple[Any, Rows, Callable[[list[Any]], Any]]:
 
 
 def flatten(case: Case, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels of all places, (N, C) and (N,)."""
+    """Return the logits and labels of all positions, with shapes (N, C) and (N,)."""
     logits = outputs["logits"]
     if case.model in SHIFTED:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -141,7 +140,7 @@ def flatten(case: Case, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tenso
 
 
 def count_labels(case: Case, batch: Any) -> torch.Tensor:
-    """What a mean over labels divides by."""
+    """Return the number of labels that a mean divides by."""
     labels = batch["labels"]
     return (labels[:, 1:] if case.model in SHIFTED else labels).ne(IGNORED).sum()
 
@@ -191,7 +190,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def compute_loss(case: Case, model: Any, batch: Any, items: Any = None) -> tuple[torch.Tensor, Any]:
-    """The loss of a case, and what the model puts out."""
+    """Return the loss of a case and the model's outputs."""
     outputs = model(**batch)
     if case.loss == "own":
         return outputs["loss"], outputs

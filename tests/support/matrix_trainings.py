@@ -1,5 +1,4 @@
-"""Trains the cases of tests/support/matrix_parts.py: bare in one process, and by a plan on two
-ranks.
+"""Trains the cases of tests/support/matrix_parts.py in one process, and with a plan on two ranks.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -36,24 +35,25 @@ from tests.support.matrix_parts import (
 from tests.support.tiny_rows import Rows
 
 RATE = 0.1
-UNLIKE = ("runtime", "per_second", "total_flos", "mean_token_accuracy_time")  # figures of time
+# logged times, which differ between runs
+UNLIKE = ("runtime", "per_second", "total_flos", "mean_token_accuracy_time")
 
 
 class Ended(msgspec.Struct):
-    """What a training ended with: the change of each weight, and what was logged, step by step."""
+    """The result of a training: the change of each weight, and the logged metrics of each step."""
 
     changes: list[torch.Tensor]
     logged: list[dict[str, float]] = []
 
 
 def train_case(case: Case, plan: Plan | None, folder: str) -> Ended:
-    """By the plan, or bare."""
+    """Train with the plan, or without one."""
     torch.manual_seed(1 if plan is None else 2)
     return _TRAINERS[case.trainer](case, plan, folder)
 
 
 def note_changes(model: Any) -> Callable[[], list[torch.Tensor]]:
-    """Says later how far each weight went from here."""
+    """Return a function that returns how much each weight has changed since now."""
     before = [tensor.detach().clone() for tensor in model.parameters()]
     return lambda: [
         after.detach() - start for after, start in zip(model.parameters(), before, strict=True)
@@ -64,7 +64,7 @@ def note_changes(model: Any) -> Callable[[], list[torch.Tensor]]:
 
 
 def make_arguments(folder: str, **changes: Any) -> TrainingArguments:
-    """One epoch in the order of the rows; each step is logged, and a gradient is never clipped."""
+    """Return arguments for one epoch in order, with each step logged and no gradient clipping."""
     many = {"ddp_backend": "gloo"} if int(os.environ.get("WORLD_SIZE", 1)) > 1 else {}
     options: dict[str, Any] = {
         "use_cpu": True,
@@ -122,7 +122,7 @@ def _figures(trainer: Any) -> list[dict[str, float]]:
 
 
 def _choose_trainer(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The Trainer class that computes the case's loss, and its options."""
+    """Return the Trainer class that computes the case's loss, and its options."""
     if case.loss.startswith("compute_loss_func"):
 
         def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _train_trl(case: Case, plan: Plan | None, folder: str) -> Ended:
     return Ended(changed(), _figures(trainer))
 
 
-# ---------------------------------------------------------------------- loops
+# ---------------------------------------------------------------------- hand-written loops
 
 
 def _batches(case: Case, rows: Any, collate: Any, split: Split | None) -> Any:
@@ -170,7 +170,9 @@ def _batches(case: Case, rows: Any, collate: Any, split: Split | None) -> Any:
 
 
 def _train_loop(case: Case, plan: Plan | None, _: str, accelerator: Any = None) -> Ended:
-    """A loop of one's own: gradients of a window of batches are means of batch means."""
+    """Train in a hand-written loop; gradients of several batches are the mean of each
+    batch's mean.
+    """
     split = None if plan is None else Split(plan)
     model, rows, collate = build(case)
     changes, optimizer = note_changes(model), torch.optim.SGD(model.parameters(), RATE)
@@ -194,7 +196,7 @@ def _train_loop(case: Case, plan: Plan | None, _: str, accelerator: Any = None) 
 
 
 def _count(case: Case) -> Callable[[Any], Any] | None:
-    """What `count=` gets."""
+    """Return the argument of `count=`."""
     return (lambda part: count_labels(case, part.batch)) if case.by_label else None
 
 
@@ -238,13 +240,14 @@ _TRAINERS: dict[str, Callable[[Case, Plan | None, str], Ended]] = {
 
 
 def plan_for(case: Case) -> Plan:
-    """Shares 6:2, in three passes and one, or in one each."""
+    """Return a plan with shares 6:2, in three passes and one pass, or in one pass each."""
     return make_plan((6, 2), (2, 2) if case.passes else (6, 2))
 
 
 def compare(ended: Ended, bare: Ended) -> dict[str, float]:
-    """The largest difference of a weight in parts of the largest change of one, and of each figure
-    that was logged.
+    """Return the largest relative differences of weights and of each logged metric.
+
+    For weights it is relative to the largest change of any weight.
     """
     largest = max(float(each.abs().max()) for each in bare.changes if each.numel())
     pairs = zip(ended.changes, bare.changes, strict=True)
@@ -260,13 +263,13 @@ def compare(ended: Ended, bare: Ended) -> dict[str, float]:
 
 
 def far(one: float, other: float) -> float:
-    """Relative difference; of figures near 0 the difference."""
+    """Return the relative difference, or the absolute one for numbers near 0."""
     return abs(one - other) / max(abs(other), 1e-3)
 
 
 def train_all(folder: Path, rank: int, names: Sequence[str], references: str) -> None:
-    """Cases by a plan as one rank: how far each is from its reference, or the sentence that refused
-    it.
+    """Train cases with a plan as one rank, and save the differences from the reference or the
+    refusal.
     """
     torch.set_num_threads(1)
     audit_first_step()
@@ -275,7 +278,7 @@ def train_all(folder: Path, rank: int, names: Sequence[str], references: str) ->
 
 
 def train_planned(name: str, bare: dict[str, Any]) -> dict[str, Any]:
-    """The differences, or the sentence."""
+    """Return the differences from the reference, or the error message."""
     case = parse(name)
     with tempfile.TemporaryDirectory() as path:
         try:
@@ -286,12 +289,12 @@ def train_planned(name: str, bare: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_bare(name: str) -> dict[str, Any]:
-    """In this process, without a plan."""
+    """Train in this process without a plan."""
     with tempfile.TemporaryDirectory() as path:
         return msgspec.structs.asdict(train_case(parse(name), None, path))
 
 
 def reference_all(folder: Path, rank: int, names: Sequence[str]) -> None:
-    """Cases in one process."""
+    """Train the cases in one process."""
     torch.set_num_threads(1)
     torch.save({name: train_bare(name) for name in names}, folder / f"{rank}.pt")

@@ -1,5 +1,6 @@
-"""A DDP program that stops for a test to look at it: once its ranks have met in a store, and while
-they train. `python meeting_program.py FOLDER`.
+"""A DDP program that pauses for a test to inspect it, after its ranks have met and in training.
+
+Run it as `python meeting_program.py FOLDER`.
 """
 
 import os
@@ -18,7 +19,7 @@ SECONDS = 120
 
 
 def show(stage: str) -> None:
-    """Wait until the test has looked."""
+    """Wait until the test has inspected this stage."""
     (FOLDER / f"{stage}-{RANK}").write_text(str(os.getpid()))
     end = time.monotonic() + SECONDS
     while not (FOLDER / f"{stage}-seen").exists():
@@ -27,7 +28,7 @@ def show(stage: str) -> None:
 
 
 def train(steps: int) -> float:
-    """What all ranks have learned alike."""
+    """Return the weight that all ranks have learned."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -51,7 +52,7 @@ dist.init_process_group("gloo")  # the second group must not read the addresses 
 assert train(3) == first
 dist.destroy_process_group()
 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-own = dist.TCPStore(*address, world, RANK == "0")  # as a library that insists on a port
+own = dist.TCPStore(*address, world, RANK == "0")  # like a library that insists on its own port
 own.set(RANK, "here")
 own.wait([str(rank) for rank in range(world)])
 show("insists")

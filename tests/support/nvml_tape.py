@@ -1,8 +1,7 @@
-"""Tapes of NVML: a recorder of what the driver answers to a NvmlSource, and a double of the module
-that plays it back.
+"""Records the driver's answers to a NvmlSource, and plays them back in place of the NVML module.
 
-A tape is JSON lines: a header, then a line for each call with its arguments and every answer that
-differs from the one before it, with the time of the answer. `python -m benchmarks.nvml_tape`
+A recording ("tape") is JSON lines: a header, then a line for each distinct call with its arguments
+and, with their times, the answers that differ from the one before. `python -m benchmarks.nvml_tape`
 records one on real GPUs.
 """
 
@@ -22,20 +21,20 @@ from evener.devices.nvidia.nvml_library import Library
 from evener.devices.nvidia.source import address
 
 FORMAT = 1
-# its argument is a time, so every call would be a new one
+# its argument is a time, so every call would differ
 UNKEYED = "nvmlDeviceGetProcessUtilization"
 Key = tuple[str, int | None, str]  # call or kind, GPU, arguments
 
 
 class NvmlRecorder:
-    """Wraps the module, or a double of it, and records the answers of all its functions."""
+    """Wraps the module, or a double of it, and records what its functions return."""
 
     def __init__(self, library: Library = pynvml) -> None:
         self._library = library
         self.began = time.monotonic()
         self.answers: dict[Key, list[tuple[float, Any]]] = {}
-        self._gpus: dict[int, int] = {}  # by the address of a handle
-        self._sampled: dict[int, int] = {}  # the GPU that a GPM sample was taken of, by its address
+        self._gpus: dict[int, int] = {}  # GPU index by the address of its handle
+        self._sampled: dict[int, int] = {}  # GPU index by the address of a GPM sample
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._library, name)
@@ -85,7 +84,7 @@ class NvmlRecorder:
             answers.append((round(time.monotonic() - self.began, 3), answer))
 
     def lines(self, **header: Any) -> list[str]:
-        """The tape."""
+        """Return the lines of the recording."""
         rows = (
             {"call": key[0], "gpu": key[1], "of": key[2], "answers": kept}
             for key, kept in self.answers.items()
@@ -97,10 +96,9 @@ class NvmlRecorder:
 
 
 class NvmlPlayer:
-    """A double of the module: each call is answered as it was at the tape's time `now`, which a
-    test sets.
+    """A double of the module that answers each call as the driver did at the time `now`.
 
-    A question that is not on the tape raises KeyError: it needs another recording.
+    Tests set `now`. A call that wasn't recorded raises KeyError: it needs another recording.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,21 +118,23 @@ class NvmlPlayer:
         return lambda *arguments, **keywords: self._call(name, *arguments, **keywords)
 
     def nvmlInit(self) -> None:  # noqa: N802 - the names are the module's
-        """Always succeeds."""
+        """Do nothing; it always succeeds."""
 
     def nvmlShutdown(self) -> None:  # noqa: N802
-        """Does nothing."""
+        """Do nothing."""
 
     def nvmlEventSetCreate(self) -> None:  # noqa: N802
-        """Tapes have no events."""
+        """Refuse, since recordings have no events."""
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:  # noqa: N802
-        """A handle with the GPU's index."""
+        """Return a handle with the GPU's index."""
         return _Handle(index)
 
     def nvmlDeviceGetFieldValues(self, handle: _Handle, fields: list[Any]) -> Any:  # noqa: N802
-        """Each field by itself, so that calls may combine other fields than the recording did."""
+        """Look up each field on its own, so that calls may combine them in other ways than the
+        recording.
+        """
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, asked in zip(values, fields, strict=True):
             value.nvmlReturn, value.valueType, value.value.ullVal = self._at(
@@ -143,20 +143,20 @@ class NvmlPlayer:
         return values
 
     def nvmlGpmSampleAlloc(self) -> Any:  # noqa: N802
-        """Memory for a GPU's index."""
+        """Return a sample that can hold a GPU's index."""
         self._samples.append(ctypes.create_string_buffer(8))
         return ctypes.cast(self._samples[-1], pynvml.c_nvmlGpmSample_t)
 
     def nvmlGpmSampleFree(self, sample: Any) -> None:  # noqa: N802
-        """Does nothing: Python frees it."""
+        """Do nothing: Python frees it."""
 
     def nvmlGpmSampleGet(self, handle: _Handle, sample: Any) -> Any:  # noqa: N802
-        """Writes the GPU's index into the sample."""
+        """Write the GPU's index into the sample."""
         ctypes.cast(sample, ctypes.POINTER(ctypes.c_int64))[0] = handle.gpu
         return sample
 
     def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802
-        """The recorded metrics."""
+        """Return the recorded metrics."""
         gpu = ctypes.cast(request.sample1, ctypes.POINTER(ctypes.c_int64))[0]
         for metric in request.metrics[: request.numMetrics]:
             metric.nvmlReturn, metric.value = self._at("gpm", gpu, str(metric.metricId))
@@ -170,7 +170,7 @@ class NvmlPlayer:
             if isinstance(each, int) and name != UNKEYED
         ]
         key = name, gpu, json.dumps(numbers)
-        if key not in self._answers:  # evener didn't call it when the tape was recorded
+        if key not in self._answers:  # evener didn't make this call when it was recorded
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         answer = self._at(*key)
         if isinstance(answer, dict) and "error" in answer:
@@ -190,14 +190,14 @@ class _Handle:
 
 
 class _Thing:
-    """A structure of the module, by its members' names."""
+    """A structure of the module, with members by name."""
 
     def __init__(self, members: dict[str, Any]) -> None:
         self.__dict__.update(members)
 
 
 def _plain(answer: Any) -> Any:
-    """The part of an answer that JSON can hold."""
+    """Convert an answer into what JSON can hold."""
     if isinstance(answer, list | tuple):
         return [_plain(each) for each in answer]
     if isinstance(answer, bytes):

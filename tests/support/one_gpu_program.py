@@ -1,7 +1,7 @@
-"""A script for one GPU, as most are written: `python one_gpu_program.py LOG CODE`.
+"""A typical script for one GPU, run as `python one_gpu_program.py LOG CODE`.
 
-Its loop over a loader is in a function that gets the loader by another name, and its optimizer
-trains two models.
+Its training loop is in a function that gets the loader by another name, and its optimizer trains
+two models.
 """
 
 import sys
@@ -28,7 +28,7 @@ def main(log: str, code: str) -> None:
     net = nn.Linear(16, 3)
     opt = torch.optim.SGD([*encoder.parameters(), *net.parameters()], lr=0.1)
     train_rows = DataLoader(data, batch_size=8)
-    # the loop
+    # the training loop
     for _ in range(2):
         train(encoder, net, opt, train_rows)
     weights = [*encoder.parameters(), *net.parameters()]

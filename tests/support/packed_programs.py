@@ -1,6 +1,7 @@
-"""Adapters beside 4-bit layers of bitsandbytes, trained by ranks and in one process.
+"""Trains adapters on 4-bit layers of bitsandbytes, by several ranks and in one process.
 
-A small Llama in nf4 with double quantization, on its CPU kernels, and PEFT's LoRA beside it.
+The model is a small Llama in nf4 with double quantization, run by bitsandbytes' CPU kernels, with
+LoRA from PEFT.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ SHARES = (6, 2)
 class PackedCase(msgspec.Struct, frozen=True):
     """One training."""
 
-    way: str = "shards"  # or "wrap"
-    micro: int = 0  # rows of a pass
-    reentrant: bool | None = None  # gradient checkpointing; None: without
+    way: str = "shards"  # "shards" (weights cut over ranks) or "wrap"
+    micro: int = 0  # rows of a pass; 0: the whole share
+    reentrant: bool | None = None  # for gradient checkpointing; None: without it
     autocast: bool = False
-    dtype: str = "float32"  # of what isn't packed
-    packs_later: bool = False  # layers are still unpacked as the model is cut
-    storage: str = "uint8"  # the type of tensors that hold packed bytes
+    dtype: str = "float32"  # of the layers that aren't in 4 bits
+    packs_later: bool = False  # the layers aren't quantized yet when the model is sharded
+    storage: str = "uint8"  # the dtype of the tensors that hold quantized bytes
 
 
 CASES = {
@@ -61,7 +62,7 @@ CASES = {
 
 
 def make_model(case: PackedCase, quantize: Any = bitsandbytes.nn.Linear4bit) -> Any:
-    """The model with LoRA, whose linear layers are of 4 bits but for its head."""
+    """Return the model with LoRA, in which all linear layers but the head are 4-bit."""
     base = tiny_llama().to(getattr(torch, case.dtype))
     for module in list(base.model.modules()):
         for name, layer in list(module.named_children()):
@@ -74,7 +75,7 @@ def make_model(case: PackedCase, quantize: Any = bitsandbytes.nn.Linear4bit) -> 
     options = LoraConfig(r=1, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(base, options)
     if not case.packs_later:
-        model = model.to("cpu")  # they are packed as they are moved
+        model = model.to("cpu")  # bitsandbytes quantizes the layers when they are moved
     return model.train()
 
 
@@ -94,13 +95,13 @@ def _quantize(case: PackedCase, layer: Any, quantize: Any) -> Any:
 
 
 def batches() -> Iterator[list[int]]:
-    """The rows of each step."""
+    """Yield the rows of each step."""
     for step in range(STEPS):
         yield list(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
 
 
 def compute(case: PackedCase, model: Any, rows: Any) -> Any:
-    """The mean loss over rows."""
+    """Return the mean loss over rows."""
     texts = torch.stack(list(rows))
     with (
         torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
@@ -114,13 +115,13 @@ def compute(case: PackedCase, model: Any, rows: Any) -> Any:
 
 
 def texts() -> torch.Tensor:
-    """Rows of eight words."""
+    """Return random rows of eight words."""
     generator = torch.Generator().manual_seed(5)
     return torch.randint(0, WORDS, (STEPS * GLOBAL_BATCH, 8), generator=generator)
 
 
 def reference(case: PackedCase) -> dict[str, Any]:
-    """In one process."""
+    """Train in one process."""
     model = make_model(msgspec.structs.replace(case, packs_later=False))
     update = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 1.0)
     first = None
@@ -133,7 +134,7 @@ def reference(case: PackedCase) -> dict[str, Any]:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of the first step: those of B, as A's are 0."""
+    """Return the gradients of the first step; only LoRA's B has any, as A's are 0."""
     named = model.named_parameters()
     return {name: each.grad.clone() for name, each in named if each.grad is not None}
 
@@ -145,7 +146,7 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train(case: PackedCase, folder: Path) -> dict[str, Any]:
-    """As one rank; in shards with PEFT's files at the end."""
+    """Train as one rank; with shards, save PEFT's files at the end."""
     plan = make_plan(SHARES, [case.micro] * 2 if case.micro else None)
     split = Split(plan_by_memory(plan) if case.way == "shards" else plan)
     model = make_model(case)
@@ -176,7 +177,7 @@ def train(case: PackedCase, folder: Path) -> dict[str, Any]:
 
 
 def train_by_trainer(folder: Path) -> dict[str, torch.Tensor]:
-    """By transformers' Trainer, in shards on several ranks."""
+    """Train with transformers' Trainer, in shards on several ranks."""
     several = torch.distributed.is_initialized()
     kind = with_plan(Trainer, plan_by_memory(make_plan(SHARES))) if several else Trainer
     program = Program("float32", 24, ADAM)
@@ -192,7 +193,7 @@ def train_by_trainer(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def train_all(folder: Path, rank: int) -> None:
-    """Every case as one rank, and what is refused."""
+    """Train every case as one rank, and collect the refusals."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         name: train(case, folder / "saved" / name) for name, case in CASES.items()
@@ -205,7 +206,7 @@ def train_all(folder: Path, rank: int) -> None:
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every case in one process."""
+    """Train every case in one process."""
     torch.set_num_threads(1)
     found = {name: reference(case) for name, case in CASES.items()}
     found["trainer"] = train_by_trainer(folder)

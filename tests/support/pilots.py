@@ -1,6 +1,4 @@
-"""What tests of the app do with a pilot: wait for what a thread or a message brings about, and read
-a widget.
-"""
+"""Helpers for tests of the app with a pilot: wait for a thread or a message, and read a widget."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class LateCompiler(ModuleType):
             return name in source.read()
 
     def load(self) -> ModuleType:
-        """The compiler itself; what was left alone is so by its own means from here on."""
+        """Import the real compiler and drop the marks that `disable` left on functions."""
         if sys.modules.get(COMPILER) is self:
             LateImports.late = None
             del sys.modules[COMPILER]
@@ -155,10 +155,10 @@ class LateCompiler(ModuleType):
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
-        """What optimizers tell it in each step."""
+        """Do nothing; PyTorch's optimizers call it in each step."""
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """The function as it is; PyTorch keeps it in an attribute."""
+        """Return the function unchanged, and remember it, as PyTorch marks it with an attribute."""
         if function is None or sys.modules.get(COMPILER) is not self:
             return self.load().disable(function, recursive, **options)
         self._left_alone.append(function)
@@ -166,7 +166,7 @@ class LateCompiler(ModuleType):
 
 
 class Existing:
-    """Loads a module that is there."""
+    """An import loader for a module object that already exists."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -179,7 +179,7 @@ class Existing:
 
 
 class LateImports:
-    """A finder that gives PyTorch's compiler late, and all of it once a part is imported."""
+    """An import finder that postpones PyTorch's compiler until a submodule of it is imported."""
 
     late: LateCompiler | None = LateCompiler()
 
@@ -199,9 +199,7 @@ class LateImports:
 
 
 class LateShapes:
-    """A finder that leaves out what computes shapes of tensors without data, until a part of it is
-    imported.
-    """
+    """An import finder that postpones PyTorch's shape computations for tensors without data."""
 
     late = True
 
@@ -211,7 +209,7 @@ class LateShapes:
     ) -> ModuleSpec | None:
         if not cls.late or name not in (SHAPES, *USERS_OF_SHAPES):
             return None
-        if name == SHAPES and path is not None:  # by PyTorch itself, as the last of its imports
+        if name == SHAPES and path is not None:  # PyTorch imports it, as its last import
             cls.finish_generators()
             return ModuleSpec(name, Existing(ModuleType(name)))  # type: ignore[arg-type]
         cls.late = False
@@ -219,12 +217,12 @@ class LateShapes:
             return None
         import_module(SHAPES)
         loader = Existing(sys.modules[name])
-        sys.modules[name].__spec__ = None  # or it would be run a second time, by this one
+        sys.modules[name].__spec__ = None  # otherwise it would be executed again
         return ModuleSpec(name, loader)  # type: ignore[arg-type]
 
     @staticmethod
     def finish_generators() -> None:
-        """What `torch._prims` does besides: without it no torch.Generator can be made (PyTorch
+        """Do the other job of `torch._prims`: without it no torch.Generator can be made (PyTorch
         2.13).
         """
         finish = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
@@ -237,7 +235,7 @@ gc.set_threshold(50_000, 20, 100)
 
 
 def run_next() -> None:
-    """The `sitecustomize` that this one stands before."""
+    """Run the `sitecustomize` that this file hides."""
     own = os.path.dirname(__file__)
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != own])
     if spec is not None and spec.loader is not None:

@@ -1,11 +1,9 @@
-"""The synthetic workload's entry in the registry of tests, by which neither it nor a framework is
-imported.
-"""
+"""Registers the synthetic workload for tests, without importing it or any framework."""
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # hundreds of processes would import it
+if TYPE_CHECKING:  # hundreds of test processes read this file, so it imports little
     from typing import Any
 
 SETTINGS = {
@@ -24,7 +22,7 @@ SETTINGS = {
 
 
 def add_to(registry: Any) -> None:
-    """Let the workload be found by its name."""
+    """Register the workload under its name."""
     summary = "spins the CPU for a given time and holds real memory"
     registry.add(
         registry.Entry(

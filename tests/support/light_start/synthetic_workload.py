@@ -26,13 +26,14 @@ CONNECT_SECONDS = 30.0
 
 
 class Synthetic(Workload):
-    """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait
-    for each other.
+    """A workload whose pass takes `base_ms + per_sample_ms * rows` on its slowest device.
+
+    The ranks of a group wait for each other after each step.
 
     The settings are those of `synthetic_entry`. If ranks are on several hosts, each step takes
-    `network_ms` more. `fail` (one of FAILURES) happens in the first step for which own share >=
-    `at_share` and step number >= `at_step`, counted from 0 since `prepare`; "memory" happens in
-    `prepare`. "grow" makes that one step 100 times longer, and takes as much memory again.
+    `network_ms` longer. `fail` (one of FAILURES) happens in the first step, counted from 0 since
+    `prepare`, with step number >= `at_step` and own share >= `at_share`; "memory" happens in
+    `prepare`. "grow" makes that one step 100 times longer and holds that much memory a second time.
     """
 
     def __init__(self, setup: WorkerSetup, settings: Mapping[str, Any]) -> None:
@@ -45,7 +46,7 @@ class Synthetic(Workload):
         self._settings = dict(settings)
         self._random = random.Random(setup.rank)
         self._shares: tuple[int, ...] = ()
-        self._passes: tuple[tuple[int, ...], ...] = ()  # the rows of each, by own device
+        self._passes: tuple[tuple[int, ...], ...] = ()  # the rows of each pass, by own device
         self._held: list[bytearray] = []
         self._steps = 0
         self._barrier = Barrier(setup.peers, setup.rank) if setup.world > 1 else None
@@ -53,8 +54,9 @@ class Synthetic(Workload):
         self._network_seconds = settings["network_ms"] / 1000 if len(hosts) > 1 else 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Hold the memory that a pass needs; MemoryError if that is above the setup's limit or the
-        machine's.
+        """Allocate the memory that a pass needs.
+
+        Raises MemoryError if that is more than the setup's limit or the machine's memory.
         """
         own = slice(self._setup.rank, self._setup.rank + 1) if self._barrier else slice(None)
         self._shares = tuple(shares[own])
@@ -71,7 +73,7 @@ class Synthetic(Workload):
         self._hold()
 
     def _hold(self) -> None:
-        """Hold the memory of the largest pass on each device."""
+        """Allocate the memory of the largest pass on each device."""
         limits = [*self._setup.memory_limit_bytes, *[None] * len(self._shares)]
         for passes, limit in zip(self._passes, limits, strict=False):
             size = self._bytes(max(passes)) if passes else 0
@@ -83,7 +85,7 @@ class Synthetic(Workload):
             self._held.append(_touched(size))
 
     def step(self) -> None:
-        """Spin for the step's time, then wait for the other ranks."""
+        """Keep the CPU busy for the step's time, then wait for the other ranks."""
         started = time.perf_counter()
         seconds = self._seconds()
         if self._struck():
@@ -98,11 +100,11 @@ class Synthetic(Workload):
         """Do nothing: a step has ended when it returns."""
 
     def loss_is_finite(self) -> bool:
-        """False from the step on that was asked to have none."""
+        """Return False from the step on in which the settings ask for a loss that isn't finite."""
         return not (self._settings["fail"] == "nan" and self._steps > self._settings["at_step"])
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """The bytes held for each own device."""
+        """Return the bytes allocated for each own device."""
         return tuple(len(block) for block in self._held)
 
     def release_memory(self) -> tuple[int | None, ...]:
@@ -116,7 +118,7 @@ class Synthetic(Workload):
             self._barrier.close()
 
     def facts(self) -> Mapping[str, str]:
-        """The number of parameters that its settings name, and a digest of them."""
+        """Return the number of parameters that the settings name, and a digest of the settings."""
         digest = "-".join(f"{key}={value}" for key, value in sorted(self._settings.items()))
         return {
             "parameters": str(self._settings["parameters"]),
@@ -169,21 +171,21 @@ class Synthetic(Workload):
 
 
 def build(_name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Synthetic:
-    """Return the workload for its worker's setup."""
+    """Return the workload for a worker's setup."""
     return Synthetic(setup, settings)
 
 
 def keep_busy(until: float) -> None:
-    """Spin until `time.perf_counter()` is there."""
+    """Keep the CPU busy until `time.perf_counter()` reaches `until`."""
     while time.perf_counter() < until:
         pass
 
 
 class Barrier:
-    """All ranks of a group meet, over loopback sockets: rank 0 listens at its peer address, the
-    others connect.
+    """Makes the ranks of a group wait for each other, over loopback sockets.
 
-    ConnectionError when a rank has died, as a framework's collective would report it.
+    Rank 0 listens at its peer address, and the others connect to it. When a rank has died, the
+    others get a ConnectionError, as a framework's collective operation would raise it.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -200,7 +202,7 @@ class Barrier:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait(self) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called this."""
         if self._rank == 0:
             for link in self._links:
                 _receive(link)
@@ -210,7 +212,7 @@ class Barrier:
             _receive(self._links[0])
 
     def close(self) -> None:
-        """Leave: ranks that wait for this one get a ConnectionError."""
+        """Leave the group: ranks that wait for this one get a ConnectionError."""
         for link in self._links:
             link.close()
 
@@ -234,7 +236,9 @@ def _receive(link: socket.socket) -> None:
 
 
 def _touched(size: int) -> bytearray:
-    """`size` bytes whose pages are really there."""
+    """Return `size` bytes of memory whose pages have been written, so that they are really
+    allocated.
+    """
     block = bytearray(size)
     block[::4096] = b"\x01" * len(range(0, size, 4096))
     return block
