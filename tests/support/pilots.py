@@ -14,7 +14,7 @@ from evener.tui.widgets.lines import Lines
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
-    """Wait until it holds; two minutes, as the machine may be at many things at once."""
+    """Wait until a condition holds, for up to two minutes, since the machine may be very busy."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"it never came: {what}"
@@ -22,13 +22,13 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -
 
 
 async def open_form(pilot: Pilot[Any]) -> None:
-    """The Balance screen with its form, its devices listed."""
+    """Open the Balance screen and its form, with the devices listed."""
     await pilot.press("2")
     await until(pilot, lambda: "[x] GPU:1" in text(pilot.app, "#pick-devices"), "the form")
 
 
 async def open_runs(pilot: Pilot[Any], count: int) -> RunPanel:
-    """The screen of runs, with so many."""
+    """Open the screen of runs and wait until it lists `count` of them."""
     await pilot.press("3")
     await until(
         pilot,
@@ -39,10 +39,10 @@ async def open_runs(pilot: Pilot[Any], count: int) -> RunPanel:
 
 
 def text(app: Any, selector: str) -> str:
-    """The lines that a widget shows; none of one that isn't there yet."""
+    """Return the lines that a widget shows; empty if the widget doesn't exist yet."""
     return "\n".join(each.text for each in app.screen.query(selector).results(Lines))
 
 
 def asks(app: Any, key: str) -> bool:
-    """A dialog is in front that takes this key for an answer."""
+    """Return whether a dialog is open that takes this key as an answer."""
     return isinstance(app.screen, ChoiceDialog) and key in app.screen.answers

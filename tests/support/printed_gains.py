@@ -1,5 +1,7 @@
-"""A reader of the printed result alone: it parses figures and gains from the text, and works each
-gain out again from the figures beside it; every fault as a sentence.
+"""Checks the text of a result against itself.
+
+It parses the printed throughputs and gains, computes each gain again from the throughputs beside
+it, and reports each contradiction as a sentence.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ NOT_COMPARED = ("too uncertain", "none was measured near", "less than in the pla
 WHOLE = re.compile(r"^(?:together|in all) +(?P<samples>\d+)")
 MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
-UNKNOWN = 25.0  # percent of error, beyond which nothing is compared
-ROUGH = 2.0  # from which it is printed
-ROUNDED = 0.11  # by which two figures of one decimal may seem to differ
+UNKNOWN = 25.0  # percent: throughputs with a larger error aren't compared
+ROUGH = 2.0  # percent: smaller errors aren't printed
+ROUNDED = 0.11  # by how much two numbers with one decimal may appear to differ
 EVEN = ("even", "even by number of rows")
 
 
 class Line(NamedTuple):
-    """A rival's printed line."""
+    """The printed line of a layout that the plan is compared with."""
 
     name: str
     rate: float
-    error: float  # percent, at most: a smaller one isn't printed
+    error: float  # percent, an upper limit, as small errors aren't printed
     where: str
-    gain: float | None  # percent of the plan over it
+    gain: float | None  # percent by which the plan is faster
     paired: bool
     compared: bool
     text: str
@@ -65,13 +67,13 @@ class Printed(NamedTuple):
     own: float
     error: float
     shares: str
-    alone: dict[str, tuple[float, int]]  # by device: samples/s and batch of the table's column
+    alone: dict[str, tuple[float, int]]  # samples/s and batch in the table's column, by device
     rivals: list[Line]
     rest: list[str]
 
 
 def number(text: str) -> float:
-    """A printed number, its thousands set apart."""
+    """Parse a printed number with spaces between its thousands."""
     return float(text.replace(" ", ""))
 
 
@@ -122,7 +124,7 @@ def _read_rival(found: re.Match[str], line: str) -> Line:
 
 
 def find_faults(lines: Sequence[str]) -> Iterator[str]:
-    """Every contradiction that a reader of these lines can find."""
+    """Yield every contradiction that a reader of these lines can find."""
     printed = read_result(lines)
     for rival in printed.rivals:
         yield from _rival_faults(printed, rival)
@@ -161,7 +163,7 @@ def _rival_faults(printed: Printed, rival: Line) -> Iterator[str]:
 
 
 def _differs(true: float, said: float, digits: str, text: str) -> Iterator[str]:
-    """A fault if a percentage isn't the true one in as many digits; the figures are rounded too."""
+    """Yield a fault if a percentage differs from the true one by more than rounding."""
     decimals = len(digits.partition(".")[2])
     slack = 0.5 * 10**-decimals + 1e-9 + abs(true) * 1e-9
     if abs(true - said) > slack or true * said < 0 < min(abs(true), abs(said)) - slack:
@@ -169,7 +171,7 @@ def _differs(true: float, said: float, digits: str, text: str) -> Iterator[str]:
 
 
 def _clause_faults(printed: Printed) -> Iterator[str]:
-    """The headline's gains are those of the lines that name the same layout."""
+    """Check the gains in the headline against the lines for the same layouts."""
     gains = printed.headline.rpartition("   ")[2]
     for clause in CLAUSE.finditer(gains):
         over = clause["over"] or clause["than"]
@@ -202,8 +204,9 @@ def _one_clause(printed: Printed, clause: re.Match[str], one: Line, said: float)
 
 
 def _tie_faults(printed: Printed) -> Iterator[str]:
-    """What is too close to call is no further apart than its own ±, and by figures that were not
-    measured alternately it is as far apart as they are.
+    """Check what is called too close to call: the gap must be within the stated ±.
+
+    A gap that wasn't measured alternately must also follow from the two printed throughputs.
     """
     for tie in TIE.finditer(printed.headline):
         yield from _close_faults(tie, printed.headline)
@@ -235,7 +238,7 @@ def _close_faults(found: re.Match[str], text: str) -> Iterator[str]:
 
 
 def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
-    """The one recommendation, and what stands against it."""
+    """Check the recommendation for contradictions with the rest of the text."""
     text = "\n".join(lines)
     one, again = (
         "Use one device" in printed.recommendation,
@@ -256,7 +259,7 @@ def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
 
 
 def _faster_faults(printed: Printed) -> Iterator[str]:
-    """A row whose figure is above the plan's is named below the headline, with a reason."""
+    """Check that each row that is faster than the plan is explained below the headline."""
     if printed.error > UNKNOWN:
         return
     for line in printed.rest:
@@ -285,8 +288,10 @@ def _write(rival: Line) -> str:
 
 
 def _alone_faults(printed: Printed) -> Iterator[str]:
-    """A device alone has one figure at one batch, and the best of them is the best that is named;
-    where an earlier one was higher, that is said.
+    """Check that each device has one throughput at one batch when it trains alone.
+
+    The device named as the fastest one must be the fastest; where an earlier measurement was
+    higher, the text has to say so.
     """
     for rival in printed.rivals:
         label = rival.name.removesuffix(" alone").removeprefix("the other device alone, ")

@@ -1,5 +1,6 @@
-"""The children of probes that run below a process: each is forked by a server, which is no probe's
-child itself.
+"""Finds the processes that run probes.
+
+They are grandchildren of the tests' process: a server process forks them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ if {module!r} in sys.orig_argv:
 
 
 def list_children() -> list[psutil.Process]:
-    """The children of this process, without the servers that tests share."""
+    """Return the children of this process, except the servers that all tests share."""
     return [child for child in psutil.Process().children() if child.pid not in shared]
 
 
 def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
-    """Those of this process and of the servers that tests share, or of another process, that
-    haven't ended.
+    """Return the running probe processes of this process or of another one.
+
+    For this process that includes those of the servers that all tests share.
     """
     found: list[psutil.Process] = []
     forked = [psutil.Process(each) for each in shared if pid is None and psutil.pid_exists(each)]
@@ -47,8 +49,9 @@ def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
 
 
 def still_runs(process: psutil.Process) -> bool:
-    """False for one that has ended, also where nobody waits for it, as process 1 of many containers
-    doesn't.
+    """Return False for a process that has ended.
+
+    That includes zombies: process 1 of many containers doesn't wait for its children.
     """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -57,6 +60,6 @@ def still_runs(process: psutil.Process) -> bool:
 
 
 def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
-    """Run `code` in every child before its first word."""
+    """Run `code` in every probe process before it writes anything."""
     (tmp_path / "sitecustomize.py").write_text(AT_BIRTH.format(code=code, module=MODULE))
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))

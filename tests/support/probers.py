@@ -1,4 +1,4 @@
-"""Probers over real children, for tests that need no whole session."""
+"""Probers that start real processes, for tests that don't need a whole session."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def child_prober(
     timeouts: Timeouts | None = None,
     **settings: Any,
 ) -> ChildProber:
-    """A prober of the workload with these settings; its owner closes it."""
+    """Return a prober of the workload with these settings; the caller closes it."""
     return ChildProber(Job(Request(settings=settings), devices, workload, framework), timeouts)

@@ -1,4 +1,4 @@
-"""PYTHONPATH of a Python that a test starts with folders of its own."""
+"""Composes PYTHONPATH for a Python process that needs extra folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ LIGHT_START = Path(__file__).parent / "light_start"
 
 
 def python_path(*folders: Path) -> str:
-    """These folders behind light_start, whose `sitecustomize` runs the one that it finds in
-    them.
+    """Return light_start and then these folders.
+
+    The `sitecustomize` of light_start runs the one that it finds in them.
     """
     return os.pathsep.join(map(str, (LIGHT_START, *folders)))

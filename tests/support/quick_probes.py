@@ -1,9 +1,8 @@
-"""Probes of half a second: for tests that disturb a search of real children, and read none of its
-figures.
+"""Probes of half a second, for tests that disturb a search and don't check what it measures.
 
 The fixture `quick_probes` is for searches in the test's own process. `QUICK_EVENER` starts evener
-with such probes, but for a race as long as ever: a signal must find it at work. Not for tests that
-need a certain device in the race: noise may leave it out.
+with such probes, but with the final comparison as long as usual, so that a signal can interrupt it.
+Tests that need a certain device in the comparison can't use them: noise may exclude it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Ranks that are forked from one process, which imports their framework once; run as a script, it
-is that process.
+"""Forks ranks from one process that imports their framework once; run as a script, it is that
+process.
 
-It imports what trains without computing anything, so a forked rank is as good as a new one and
-starts at once. It is no child of the tests' process: others of its tests count their children, or
-kill them. All workers of a test run share it.
+It imports training libraries without computing anything, so a forked rank behaves like a new
+process and starts at once. It isn't a child of the tests' process, as other tests count their
+children or kill them. All workers of a test run share it.
 
-Ranks on GPUs are processes of their own, as CUDA may not be forked: the script with a function is
-one of them.
+CUDA doesn't work in forked processes, so ranks on GPUs are separate processes that run this script
+with a function.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from typing import Any
 from tests.support.children import MARK
 from tests.support.torch_start import free_port, rank_environment, run_ranks
 
-SECONDS = 300  # no rank takes so long, so it hangs
-HANGING_SECONDS = 60  # after which one on a GPU says what it is at
+SECONDS = 300  # longer than any rank takes: it hangs
+HANGING_SECONDS = 60  # after which a rank on a GPU prints where it hangs
 
 
 class RankServer:
-    """Starts functions of modules as ranks, which have imported `module`; use it as a context.
+    """Runs functions of modules as ranks, in processes that have imported `module`; use it as a
+    context.
 
-    Those with the same folder are one process, which ends with the process `owner`; without a
+    Servers with the same folder share one process, which ends with the process `owner`; without a
     folder it ends with the context.
     """
 
@@ -53,11 +54,11 @@ class RankServer:
 
     def __exit__(self, *_: Any) -> None:
         if self._own:
-            self._connect().close()  # without a request
+            self._connect().close()  # connects without a request
             self._own.cleanup()
 
     def _connect(self) -> socket.socket:
-        """A line to the process, which is started if it isn't there."""
+        """Return a socket to the process, and start the process if it isn't running."""
         line = socket.socket(socket.AF_UNIX)
         with self._address.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +76,8 @@ class RankServer:
             for name, value in os.environ.items()
             if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
         }
-        if self._owner != os.getpid():  # it outlives this worker, whose mark is the last
+        # it outlives this test worker, whose environment marks the processes it must stop
+        if self._owner != os.getpid():
             own[MARK] = own[MARK].rpartition(",")[0]
         words = [self._module, str(self._address), str(self._owner)]
         command = [
@@ -103,11 +105,11 @@ class RankServer:
         seconds: int = SECONDS,
         imports: str = "",
     ) -> None:
-        """`module.function(folder, rank, *arguments)` in a process for each of the environments of
+        """Run `module.function(folder, rank, *arguments)` in a process for each environment of
         `ranks`.
 
-        They are forked with the module `imports` imported, too. AssertionError if one fails, or
-        takes more seconds. A test that ends while it waits ends them.
+        They are forked with the module `imports` imported, too. Raises AssertionError if one fails
+        or takes longer than `seconds`. If the waiting test ends, so do the ranks.
         """
         folder.mkdir(exist_ok=True)
         request = {
@@ -127,7 +129,7 @@ class RankServer:
 
 
 def place_ranks(world: int) -> list[dict[str, str]]:
-    """What PyTorch's launchers tell each of several ranks; nothing where there is one."""
+    """Return the variables that PyTorch's launchers set for each rank; none for a single one."""
     common = {"MASTER_PORT": str(free_port())}
     if world == 1:
         return [common]
@@ -139,15 +141,16 @@ def place_ranks(world: int) -> list[dict[str, str]]:
 
 
 def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) -> None:
-    """As `RankServer.run`, each rank on a GPU."""
+    """Do the same as `RankServer.run`, with each rank on a GPU."""
     folder.mkdir(exist_ok=True)
     given = json.dumps(arguments)
     run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder)
 
 
 def serve(module: str, address: str, owner: int) -> None:
-    """Answer each request in a process of its own, until the owner ends or one who connects has
-    none.
+    """Answer each request in a process of its own.
+
+    It returns when the owner ends, or when someone connects without a request.
     """
     door = socket.socket(socket.AF_UNIX)
     door.bind(address)
@@ -163,11 +166,12 @@ def serve(module: str, address: str, owner: int) -> None:
         if not text:
             break
         request = json.loads(text)
-        with suppress(Exception):  # its ranks say it
+        with suppress(Exception):  # its ranks report the error
             find_function(request["function"])
             if request["imports"]:
                 import_module(request["imports"])
-        gc.freeze()  # trainers collect garbage often, which would go through all modules each time
+        # trainers often collect garbage, which would search all imported modules each time
+        gc.freeze()
         if os.fork() == 0:
             door.close()
             answer(request, line)
@@ -176,16 +180,16 @@ def serve(module: str, address: str, owner: int) -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-    os._exit(0)  # taking all modules down takes seconds
+    os._exit(0)  # unloading all modules takes seconds
 
 
 def wait_for_any(handles: list[int]) -> list[int]:
-    """Those that can be read; of a process, that it has ended."""
+    """Return the handles that can be read; that of a process can be once it has ended."""
     return select.select(handles, [], [])[0]
 
 
 def answer(request: dict[str, Any], line: socket.socket) -> None:
-    """Fork the ranks of a request, and say which failed by themselves."""
+    """Fork the ranks of a request, and send which of them failed by themselves."""
     ranks = {os.pidfd_open(process): (process, rank) for process, rank in fork_ranks(request)}
     failed = wait_for(ranks, line)
     with suppress(OSError):
@@ -193,18 +197,18 @@ def answer(request: dict[str, Any], line: socket.socket) -> None:
 
 
 def fork_ranks(request: dict[str, Any]) -> list[tuple[int, int]]:
-    """(process, rank) of each."""
+    """Return the (process, rank) of each."""
     return [(fork_rank(request, rank), rank) for rank in range(len(request["environments"]))]
 
 
 def find_function(path: str) -> Any:
-    """`module.function`."""
+    """Return the function `module.function`."""
     module, _, function = path.rpartition(".")
     return getattr(import_module(module), function)
 
 
 def fork_rank(request: dict[str, Any], rank: int) -> int:
-    """The process of one rank."""
+    """Return the id of a new process for one rank."""
     process = os.fork()
     if process:
         return process
@@ -214,7 +218,7 @@ def fork_rank(request: dict[str, Any], rank: int) -> int:
         os.dup2(log, stream)
     os.environ.update(request["environments"][rank])
     signal.alarm(request["seconds"])
-    faulthandler.dump_traceback_later(request["seconds"] - 2)  # what a hanging rank is at
+    faulthandler.dump_traceback_later(request["seconds"] - 2)  # prints where a hanging rank is
     try:
         find_function(request["function"])(folder, rank, *request["arguments"])
     except BaseException:
@@ -225,8 +229,9 @@ def fork_rank(request: dict[str, Any], rank: int) -> int:
 
 
 def wait_for(ranks: dict[int, tuple[int, int]], line: socket.socket) -> list[int]:
-    """The ranks that failed by themselves; once one has, or nobody waits for them, the others are
-    ended.
+    """Return the ranks that failed by themselves.
+
+    Once one has failed, or the client is gone, the others are killed.
     """
     left = dict(ranks)
     failed: list[int] = []
@@ -253,6 +258,6 @@ if __name__ == "__main__":
         sys.stderr.flush()
         os._exit(
             0
-            # NCCL's watchdog of a group that nobody leaves may outlive the driver, and abort the
-            # process
+            # NCCL's watchdog thread of a group that wasn't destroyed may outlive the driver and
+            # abort
         )

@@ -1,6 +1,4 @@
-"""What is trained over the hosts of a Ray cluster: scripts of users, and plans over loopback
-addresses.
-"""
+"""User scripts for training on the hosts of a Ray cluster, and plans with loopback addresses."""
 
 from __future__ import annotations
 
@@ -65,12 +63,12 @@ from evener.launch import cluster
 cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.PEER_SECONDS = 0.2, 0.6, 1.0
 main()
 """
-# `evener`, which waits for less time until it gives up a head, as Ray burns a core until then, or
-# other hosts
+# `evener` with a shorter wait for the head or for other hosts, since Ray keeps a core busy
+# meanwhile
 
 
 def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
-    """A plan for these devices of hosts, with 1, 5, 2 and 2 rows."""
+    """Return a plan for devices of these hosts, with 1, 5, 2 and 2 rows."""
     shares = tuple(
         Share(name, i, "EPYC", 0, 0.0, host=host) for i, (name, host) in enumerate(devices)
     )

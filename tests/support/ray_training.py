@@ -1,5 +1,6 @@
-"""A training loop for Ray Train: in float64 by the plan, once from Ray's checkpoint; saves what
-each rank learned.
+"""A training loop for Ray Train in float64, with the plan's shares.
+
+It resumes once from Ray's checkpoint, and saves what each rank learned.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tests.support.torch_ranks import (
 )
 
 NAME = "clip adamw"
-SAVED, LOST = 7, 9  # steps: what was learned between them is learned again
+SAVED, LOST = 7, 9  # steps: those after the checkpoint are trained twice
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """One worker's part."""
+    """Train as one worker."""
     case, split = CASES[NAME], Split()
     train(case, split, LOST)
     net, losses = train(case, split, STEPS)
@@ -43,7 +44,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def train(case: TrainingCase, split: Split, steps: int) -> tuple[Any, list[float]]:
-    """A new model, from Ray's checkpoint if there is one, until it has had so many steps."""
+    """Train a new model, or the one in Ray's checkpoint, until it has had this many steps."""
     net = split.wrap(model(case))
     parts = (net, optimizer(case, net), split.loader(data(case), seed=2))
     losses = load_checkpoint(split.rank, parts)
@@ -58,7 +59,7 @@ def train(case: TrainingCase, split: Split, steps: int) -> tuple[Any, list[float
 
 
 def load_checkpoint(rank: int, parts: tuple[Any, ...]) -> list[float]:
-    """The losses up to the last checkpoint, if there is one."""
+    """Return the losses up to the last checkpoint; empty without one."""
     losses: list[float] = []
     if (last := ray.train.get_checkpoint()) is not None:
         with last.as_directory() as found:
@@ -69,7 +70,7 @@ def load_checkpoint(rank: int, parts: tuple[Any, ...]) -> list[float]:
 
 
 def save_checkpoint(rank: int, parts: tuple[Any, ...], losses: list[float]) -> None:
-    """Every rank's state, by Ray's session."""
+    """Save every rank's state through Ray's session."""
     with tempfile.TemporaryDirectory() as made:
         torch.save(([part.state_dict() for part in parts], losses), Path(made, f"{rank}.pt"))
         ray.train.report({"steps": len(losses)}, ray.train.Checkpoint.from_directory(made))

@@ -1,8 +1,8 @@
 """Simulated machines made from the journals in tests/recorded, and a search on each.
 
-A device's step times are those of its solo probes in all journals of the same workload and limit,
-joined by straight lines, up to the largest batch measured. The synchronisation cost is what that
-journal's splits took longer than their slowest device.
+A device's step times come from its solo probes in all journals of the same workload and memory
+limit, joined by straight lines up to the largest measured batch. The cost of synchronization is the
+time by which the journal's splits exceeded their slowest device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.machines import samples_per_second
 from tests.support.recording_prober import RecordingProber, run_search
 
 RECORDED = Path(__file__).resolve().parent.parent / "recorded"
-NOISE = 0.005  # of a step, as in the intervals of most of these probes
+NOISE = 0.005  # relative, as in the intervals of most of these probes
 BASE_MIB = 1000.0  # any memory line that fits all batches that ran
 
 Curve = dict[int, list[float]]  # samples -> milliseconds of a step
@@ -40,8 +40,9 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def records(folder: Path = RECORDED) -> dict[str, journal.JournalContents]:
-    """The searches by name, without comparisons and without runs that shared the GPUs with other
-    work.
+    """Return the recorded searches by name.
+
+    Comparisons, and runs during which other work used the GPUs, are left out.
     """
     found = {path.stem: journal.read(path) for path in sorted(folder.glob("*.jsonl"))}
     return {
@@ -58,7 +59,7 @@ def _shared(name: str, record: journal.JournalContents) -> bool:
 
 
 def curves(recorded: Iterable[journal.JournalContents]) -> dict[tuple[str, str], Curve]:
-    """Step times by workload and limit."""
+    """Return step times by workload and memory limit."""
     found: dict[tuple[str, str], Curve] = defaultdict(lambda: defaultdict(list))
     for record in recorded:
         for entry in record.seen:
@@ -71,7 +72,7 @@ def curves(recorded: Iterable[journal.JournalContents]) -> dict[tuple[str, str],
 
 
 def machine(record: journal.JournalContents, known: Mapping[tuple[str, str], Curve]) -> Machine:
-    """A machine with the journal's devices and their curves."""
+    """Return a machine with the journal's devices and their step times."""
     most = record.header.largest_share
     parts = [
         {
@@ -89,7 +90,7 @@ def machine(record: journal.JournalContents, known: Mapping[tuple[str, str], Cur
 
 
 def search(record: journal.JournalContents, made: Machine, seed: int) -> Found:
-    """Search the machine by the journal's request, without a budget."""
+    """Search the machine as the journal's request asks, without a budget."""
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
@@ -107,7 +108,7 @@ def search(record: journal.JournalContents, made: Machine, seed: int) -> Found:
 
 
 def _device(name: str, curve: Curve) -> SimulatedDevice:
-    """Times that never fall as batches grow, from one sample on."""
+    """Return a device whose step times never fall as batches grow."""
     batches = sorted(curve)
     times = list(accumulate((statistics.median(curve[batch]) for batch in batches), max))
     points = tuple(zip(batches, times, strict=True))
@@ -122,7 +123,7 @@ def _device(name: str, curve: Curve) -> SimulatedDevice:
 
 
 def _sync_seconds(record: journal.JournalContents, devices: Sequence[SimulatedDevice]) -> float:
-    """How much longer its splits took than the slowest share; 0 without splits."""
+    """Return how much longer the splits took than their slowest share; 0 without splits."""
     costs = []
     for entry in record.seen:
         seen = entry.seen

@@ -1,4 +1,4 @@
-"""A simulated prober that keeps what it observed."""
+"""A simulated prober that keeps its observations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evener.devices.machine import Machine
 def run_search(
     search: Search, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]
 ) -> Search:
-    """Ask, measure, tell, until the search has no more questions."""
+    """Run a search with a function that measures, until it asks for no more probes."""
     while probes := search.ask():
         for seen in measure(probes):
             search.tell(seen)
@@ -29,12 +29,12 @@ class RecordingProber:
         self.seen: list[Observation] = []
 
     def measure(self, probes: tuple[Probe, ...]) -> Iterable[Observation]:
-        """All probes at once."""
+        """Measure all probes at once."""
         for observation in self._prober.measure(probes, lambda _: None, threading.Event()):
             self.seen.append(observation)
             yield observation
 
     @property
     def seconds(self) -> float:
-        """Of its virtual clock."""
+        """Return the time on its virtual clock."""
         return self._prober.now()

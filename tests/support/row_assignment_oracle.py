@@ -1,6 +1,6 @@
-"""A lower bound for a step's time over all assignments of rows to ranks, by all cuts of the batch.
+"""A lower bound for the time of a step over all ways to assign rows to ranks and to cut the batch.
 
-It holds for ranks that differ in speed only.
+It holds only for ranks that differ in nothing but speed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from evener.shares.curves import Cost, RankCost
 def least_seconds(lengths: Sequence[int], ranks: Sequence[RankCost]) -> float:
     """Return the bound in seconds.
 
-    It is the larger of (the least cost of the batch / the sum of speeds) and (the time of the
-    longest row on the fastest rank).
+    It is the larger of two times: the lowest cost of the batch / the sum of speeds, and that of the
+    longest row on the fastest rank.
     """
     alone = [least_alone(lengths, rank.cost) for rank in ranks]
     return max(
@@ -25,9 +25,9 @@ def least_seconds(lengths: Sequence[int], ranks: Sequence[RankCost]) -> float:
 
 
 def least_alone(lengths: Sequence[int], cost: Cost) -> float:
-    """Return the least cost of the batch on one device.
+    """Return the lowest cost of the batch on one device.
 
-    Any assignment is also a way to cut the batch, at each rank's own speed.
+    Any assignment to ranks is also a way to cut the batch, with each rank's own speed.
     """
     ordered = sorted(lengths, reverse=True)
     seconds = [cost.row_seconds(length) for length in ordered]

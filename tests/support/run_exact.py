@@ -1,5 +1,6 @@
-"""Losses, optimizers, schedules and models that shares don't change: `evener run` trains all of
-them by shares.
+"""Programs whose losses, optimizers and models don't depend on shares.
+
+`evener run` has to train all of them with the plan's shares.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ program = naming(PROGRAMS)
 
 
 def step_by(make: Any, schedule: Any = None, model: Any = None, each_epoch: bool = False) -> Any:
-    """A loop with this optimizer and schedule."""
+    """Return a program with this optimizer and learning rate schedule."""
     chosen = ddp(model)
     optimizer = make(chosen.parameters())
     steps = schedule and schedule(optimizer)
@@ -79,17 +80,17 @@ PROGRAMS["a step an epoch"] = lambda: step_by(
 
 
 def learn_by(loss: Any) -> Any:
-    """A loop with this loss."""
+    """Return a program with this loss."""
     return fit(ddp(), loss)
 
 
 def learn_wrapped(options: dict[str, Any]) -> Any:
-    """A loop with these options of DistributedDataParallel."""
+    """Return a program with these options of DistributedDataParallel."""
     return fit(ddp(**options), mean)
 
 
 def log(loss: Tensor) -> Tensor:
-    """The loss, of which a figure was noted."""
+    """Return the loss after its value has been printed or stored."""
     loss.item()
     return loss
 
@@ -129,7 +130,7 @@ PROGRAMS |= {name: partial(learn_wrapped, options) for name, options in WRAPPED.
 
 
 class Tied(nn.Module):
-    """A language model whose ends share a weight."""
+    """A language model whose input and output layers share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class Tied(nn.Module):
 
 
 class Tokens(Dataset[Any]):
-    """Texts of eight tokens, of which the first ones count, as a dict."""
+    """Rows of eight tokens as a dict, with a mask that counts only the first of them."""
 
     def __len__(self) -> int:
         return ROWS
@@ -195,7 +196,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """A transformer's encoder, which leaves padding out."""
+    """A transformer encoder that masks padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class Attention(nn.Module):
 
 
 def learn_sums(model: Any, masked: bool = False) -> Any:
-    """A loop over tokens, whose sum is the class."""
+    """Return a program over tokens whose class is their sum."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for batch in epochs(load(Tokens())):
         tokens = batch["tokens"]
@@ -223,7 +224,7 @@ PROGRAMS["attention over a mask"] = lambda: learn_sums(ddp(Attention()), masked=
 
 
 class Checkpointed(nn.Module):
-    """A network that computes its inner layers again in the backward pass."""
+    """A network that recomputes its inner layers in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class Checkpointed(nn.Module):
 
 
 class Optional(nn.Module):
-    """A network with a part that no row uses."""
+    """A network with a layer that no row uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ class Optional(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions with normalization in each row."""
+    """Convolutions that normalize each row on its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +285,7 @@ PROGRAMS["gradients halved by a hook"] = lambda: fit(halve(ddp()), mean)
 
 
 def halve(model: Any) -> Any:
-    """The model, whose gradients are halved as they are made."""
+    """Return the model with a hook that halves each gradient."""
     for each in model.parameters():
         each.register_hook(lambda gradient: gradient * 0.5)
     return model
@@ -292,11 +293,11 @@ def halve(model: Any) -> Any:
 
 @program
 def bfloat16() -> Any:
-    """Autocast over weights of 64 bits."""
+    """Return an autocast context over float64 weights."""
     return fit(ddp(), lambda m, x, y, _: F.cross_entropy(autocast(m, x).double(), y))
 
 
 def autocast(model: Any, x: Tensor) -> Tensor:
-    """A forward pass in 16 bits."""
+    """Run a forward pass in 16 bits."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return model(x)

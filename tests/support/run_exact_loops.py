@@ -1,5 +1,6 @@
-"""Loops that shares don't change, each written another way: `evener run` has to train all of them
-by shares.
+"""Training loops written in many ways, whose result doesn't depend on shares.
+
+`evener run` has to train all of them with the plan's shares.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def clipped_norm() -> Any:
 
 @program
 def cut_into_passes() -> Any:
-    """As composer's Trainer does: passes of a fixed number of rows, which count by their rows."""
+    """Trains in passes of a fixed number of rows, weighted by rows, like composer's Trainer."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(drop_last=True)):
         optimizer.zero_grad()
@@ -66,7 +67,7 @@ def cut_into_passes() -> Any:
 
 @program
 def cut_into_passes_in_a_closure() -> Any:
-    """The same, in the optimizer's step."""
+    """The same in a closure that the optimizer calls."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(drop_last=True)):
 
@@ -193,7 +194,7 @@ def set_epoch_missing() -> Any:
 
 @program
 def steps_counted() -> Any:
-    """A loop over steps, which asks for the loader's next batch; the loader is saved, and read."""
+    """Loops over steps, calls next() on the loader's iterator, and pickles the loader."""
     model, optimizer = start()
     loader = load()
     batches = iter(loader)
@@ -221,7 +222,7 @@ def epochs_cut_short() -> Any:
 
 @program
 def resumed() -> Any:
-    """A training that begins in its second epoch, with the state of an optimizer."""
+    """Starts in the second epoch, with a saved state of the optimizer."""
     model, loader = ddp(), load()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     made = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
@@ -297,7 +298,7 @@ def evaluated_between() -> Any:
 
 @program
 def two_loaders() -> Any:
-    """Epochs over one set of rows, then over another."""
+    """Trains on one set of rows for some epochs, then on another."""
     model, optimizer = start()
     for data in (points(), points(30)):
         for x, classes, _ in epochs(load(data), 1):
@@ -306,7 +307,7 @@ def two_loaders() -> Any:
 
 
 class Later(Dataset[Any]):
-    """Rows that are other ones in each epoch."""
+    """Rows that are different in each epoch."""
 
     epoch = 0
 

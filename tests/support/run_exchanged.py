@@ -1,4 +1,4 @@
-"""Programs with exchanges of their own that uneven shares would break or change."""
+"""Programs that exchange tensors themselves, in ways that uneven shares would break or change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows_gathered_on_the_first_rank() -> Any:
 
 @name
 def tokens_gathered() -> Any:
-    """Several figures of each row in one axis."""
+    """Gathers several values of each row in one dimension."""
 
     def note(_x: Tensor, _y: Tensor, out: Tensor, _loss: Tensor) -> None:
         own = out.detach().flatten()
@@ -134,7 +134,7 @@ def a_center_from_the_first_rank() -> Any:
 
 @name
 def rows_counted_over_ranks() -> Any:
-    """Each rank weighs its loss by its rows itself, as composer's Trainer does."""
+    """Each rank weights its loss by its own number of rows, like composer's Trainer."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(drop_last=True)):
         rows = torch.tensor(len(x))
@@ -187,7 +187,7 @@ def gradients_by_exchanged_losses() -> Any:
 
 
 class Codebook(nn.Module):
-    """A layer that moves to the mean of all ranks' rows as it computes."""
+    """A layer that moves to the mean of all ranks' rows in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def negatives_of_all_ranks_by_a_function() -> Any:
 
 @name
 def rows_added_up_later() -> Any:
-    """Only once shares are uneven: it ends in a sentence."""
+    """Sums rows of ranks only once shares are uneven, so it must end with an error message."""
     steps = [0]
 
     def note(_x: Tensor, classes: Tensor, out: Tensor, _loss: Tensor) -> None:
@@ -235,7 +235,7 @@ def rows_added_up_later() -> Any:
 
 @name
 def rows_gathered_into_parts_later() -> Any:
-    """Only the first rank knows that they are parts of one tensor, which can't get another size."""
+    """Gathers into parts of one tensor, whose size can't change; only the first rank knows that."""
     steps = [0]
 
     def note(_x: Tensor, classes: Tensor, _out: Tensor, _loss: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""Programs with exchanges of their own that take any shares: figures that are only printed, sums
-over rows, and rows that are gathered once shares are uneven.
+"""Programs that exchange tensors themselves, but work with any shares.
+
+They print the results, sum over rows, or gather rows once shares are uneven.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ name = naming(PROGRAMS)
 
 
 def train(model: Any, note: Any, early: bool = False, count: int = 2) -> Any:
-    """A loop with SGD that calls `note(x, classes, out, loss)` before the backward pass or after
-    the step.
+    """Train with SGD; call `note(x, classes, out, loss)` before the backward pass or after the
+    step.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, classes, _ in epochs(load(), count):
@@ -37,7 +38,7 @@ def train(model: Any, note: Any, early: bool = False, count: int = 2) -> Any:
 
 
 def figures(*values: float) -> nn.Module:
-    """A module that has these figures as weights, so that they are compared too."""
+    """Return a module with these numbers as weights, so that they are compared like weights."""
     return nn.ParameterList([nn.Parameter(torch.tensor(values, dtype=torch.float64))])
 
 
@@ -70,7 +71,7 @@ def a_mean_on_the_first_rank() -> Any:
 
 @name
 def four_sums_over_rows() -> Any:
-    """As many figures as a rank has rows."""
+    """Sums four numbers, as many as a rank has rows."""
     seen = torch.zeros(4)
 
     def note(x: Tensor, classes: Tensor, out: Tensor, _loss: Tensor) -> None:
@@ -208,7 +209,7 @@ def torchmetrics_of_an_epoch() -> Any:
 
 
 def accelerate(note: Any, lose: Any = F.cross_entropy) -> Any:
-    """A loop of accelerate, with the same notes as `train` and the accelerator as the last one."""
+    """Train with accelerate; `note` gets the accelerator as its last argument."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
@@ -233,7 +234,7 @@ def accelerate(note: Any, lose: Any = F.cross_entropy) -> Any:
 
 @name
 def losses_repeated_and_gathered() -> Any:
-    """As diffusers' examples log them."""
+    """Logs losses as the examples of diffusers do."""
     losses: list[float] = []
 
     def note(_x: Tensor, _y: Tensor, _out: Tensor, loss: Tensor, accelerator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Losses that aren't means over rows: caught, or trained as under the program's own launcher."""
+"""Losses that aren't means over rows: refused, or trained as with the program's own launcher."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROGRAMS: Programs = {}
 
 
 def nce(model: Any, x: Tensor, *_: Any) -> Tensor:
-    """Every other row of the batch is a negative."""
+    """A contrastive loss in which every other row of the batch is a negative."""
     one, other = F.normalize(model(x)), F.normalize(model(x.flip(1)))
     return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(x)))
 
 
 def negatives(model: Any, x: Tensor, *_: Any) -> Tensor:
-    """As `nce`, the positives by a diagonal."""
+    """The same, with the positives taken from a diagonal."""
     scores = model(x) @ model(x.flip(1)).T
     return (scores.logsumexp(1) - scores.diagonal()).mean()
 
@@ -54,7 +54,7 @@ def slope_of_batch(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 
 
 def mixed(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
-    """Each row mixed with its neighbour in the batch."""
+    """Mixes each row with the next one of the batch."""
     wanted = F.one_hot(classes, 3).double()
     return F.cross_entropy(
         model(0.7 * x + 0.3 * x.roll(1, 0)), 0.7 * wanted + 0.3 * wanted.roll(1, 0)
@@ -62,7 +62,7 @@ def mixed(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 
 
 def gathered(model: Any, x: Tensor, *_: Any) -> Tensor:
-    """Negatives of all ranks."""
+    """A contrastive loss with negatives from all ranks."""
     found = F.normalize(model(x))
     every = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found.detach())
@@ -77,7 +77,7 @@ def ranks_weighted(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 
 
 def fit_new(loss: Any) -> Any:
-    """A loop with this loss."""
+    """Return a program with this loss."""
     return fit(ddp(), loss)
 
 

@@ -1,4 +1,4 @@
-"""Programs whose batches are objects of a class of their own, as libraries have them."""
+"""Programs whose batches are objects of special classes, as some libraries make them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ name = naming(PROGRAMS)
 
 
 class Padded:
-    """Rows as attributes, some with their lengths, and their names."""
+    """Rows as attributes of an object, with their names and, for some, their lengths."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.names = [f"row {number}" for number in range(len(rows))]
@@ -26,13 +26,13 @@ class Padded:
         self.kind = torch.stack([each[1] for each in rows])
 
     def to(self, *_: Any) -> Padded:
-        """Moved in place."""
+        """Move the tensors in place."""
         self.kind = self.kind.clone()
         return self
 
 
 class Graphs:
-    """Graphs of several sizes as one: the nodes of all, and which graph each belongs to."""
+    """Graphs of several sizes in one batch: all nodes, and the graph of each node."""
 
     def __init__(self, rows: list[Any]) -> None:
         counts = [2 + int(kind) for _, kind, _ in rows]
@@ -42,11 +42,12 @@ class Graphs:
         self.owner = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
         self.kind = torch.stack([each[1] for each in rows])
         self.graphs = len(rows)
-        self.inner = {"graphs": self}  # as storages know what they belong to
+        # a reference back to the batch, as in PyTorch Geometric's stores
+        self.inner = {"graphs": self}
 
 
 class GraphNet(nn.Module):
-    """Takes the object, and gives the logits of each graph or node."""
+    """Takes the batch object and returns logits for each graph or node."""
 
     def __init__(self, pools: bool = True) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def graphs() -> Any:
 
 @name
 def nodes_of_graphs() -> Any:
-    """A mean over nodes, of which graphs have different numbers."""
+    """Takes a mean over nodes, of which graphs have different numbers."""
 
     def loss(model: Any, batch: Graphs) -> Tensor:
         return F.cross_entropy(model(batch), batch.kind[batch.owner])
@@ -96,7 +97,7 @@ def nodes_of_graphs() -> Any:
 
 @name
 def stopped_by_a_flag() -> Any:
-    """Each rank decides by its own mean, and one that decides to stop tells the others."""
+    """Each rank decides by its own mean loss, and one that decides to stop tells the others."""
     model, optimizer = start()
     least = 10.0
     for x, classes, _ in epochs(load(), 4):

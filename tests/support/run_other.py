@@ -1,5 +1,6 @@
-"""Programs that share rows out, exchange gradients or step in their own way: caught, or as under
-their own launcher.
+"""Programs with unusual samplers, gradient exchanges or steps.
+
+They are refused, or train as with their own launcher.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ program = naming(PROGRAMS)
 
 
 class Stream(IterableDataset[Any]):
-    """This rank's rows, one after another."""
+    """The rows of this rank, one after another."""
 
     def __iter__(self) -> Iterator[Any]:
         data = points()
@@ -51,7 +52,7 @@ class Stream(IterableDataset[Any]):
 
 
 class OwnSampler(Sampler[int]):
-    """Rows of a rank, under names of its own."""
+    """Samples the rows of a rank; its attributes have unusual names."""
 
     def __init__(self, part: int, parts: int) -> None:
         self.part, self.parts = part, parts
@@ -68,7 +69,7 @@ class OwnSampler(Sampler[int]):
 
 
 class OwnBatches(Sampler[list[int]]):
-    """Batches of a rank whose sizes change, by the names that everyone gives them."""
+    """Samples batches of changing sizes; its attributes have the usual names."""
 
     def __init__(self) -> None:
         self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
@@ -84,7 +85,7 @@ class OwnBatches(Sampler[list[int]]):
 
 
 class Counted(Dataset[Any]):
-    """Rows that depend on how many were fetched before."""
+    """Rows that depend on how many have been fetched before."""
 
     fetched = 0
 
@@ -99,7 +100,7 @@ class Counted(Dataset[Any]):
 
 @program
 def variances_of_two_tasks() -> Any:
-    """Tensors that no model has, so each rank learns its own."""
+    """Trains tensors that no model contains, so each rank learns its own."""
     model, log_var = ddp(), torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([*model.parameters(), log_var], lr=0.1)
     for x, classes, _ in epochs(load()):
@@ -145,7 +146,7 @@ PROGRAMS |= {
 
 
 class Early:
-    """A loader's batches, each one fetched while the one before is trained."""
+    """A loader that fetches each batch while the one before is trained on."""
 
     def __init__(self, loader: Any) -> None:
         self.sampler, self._loader = loader.sampler, loader
@@ -160,7 +161,7 @@ class Early:
 
 
 class Singles(Dataset[Any]):
-    """Batches of three rows, made by the data themselves."""
+    """A dataset whose items are already batches of three rows."""
 
     def __len__(self) -> int:
         return ROWS // 2
@@ -170,7 +171,7 @@ class Singles(Dataset[Any]):
 
 
 def hooked(model: Any) -> Any:
-    """The model, whose gradients travel in 16 bits."""
+    """Return the model with a hook that sends gradients in 16 bits."""
     model.register_comm_hook(None, fp16_compress_hook)
     return model
 
@@ -191,7 +192,7 @@ def gradients_by_hand() -> Any:
 
 @program
 def steps_by_hand() -> Any:
-    """No optimizer of PyTorch steps, and rows come from no DataLoader, as with fastai."""
+    """Updates weights without an optimizer and takes rows without a DataLoader, like fastai."""
     model = ddp()
     for x, classes, _ in [*epochs(load())]:
         F.cross_entropy(model(x), classes).backward()
@@ -218,7 +219,7 @@ def local_steps() -> Any:
 
 @program
 def passes_by_data() -> Any:
-    """As many passes as the loss asks for, the same on each rank."""
+    """Does as many passes as the loss requires, the same number on each rank."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         for _again in range(3):
@@ -274,7 +275,7 @@ def clipped_in_accumulation() -> Any:
 
 @program
 def sharpness() -> Any:
-    """Two passes of a batch: at the weights, and a step uphill (SAM)."""
+    """Computes each batch twice: at the weights, and one step uphill (SAM)."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
@@ -294,7 +295,7 @@ def sharpness() -> Any:
 
 @program
 def adversaries() -> Any:
-    """A generator and a discriminator, each by its own loss and optimizer."""
+    """A generator and a discriminator, each with its own loss and optimizer."""
     maker, judge = ddp(net(out=2)), ddp(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
     first, second = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (maker, judge))
     for x, _, targets in epochs(load()):
@@ -322,7 +323,7 @@ def a_closure() -> Any:
 
 
 class Centred(nn.Module):
-    """A network whose outputs are centred by a running mean of batches."""
+    """A network that subtracts a running mean of batches from its outputs."""
 
     centre: Tensor
 
@@ -344,7 +345,7 @@ PROGRAMS["a running centre"] = lambda: fit(ddp(Centred()), mean)
 
 @program
 def labels_ignored_later() -> Any:
-    """Labels of the first batch all count, some of later ones don't."""
+    """Counts all labels of the first batch, but ignores some in later ones."""
     model, optimizer = start()
     for step, (x, classes, _) in enumerate(epochs(load())):
         wanted = classes.masked_fill((classes == 1) & (step > 2), -100)
@@ -354,7 +355,7 @@ def labels_ignored_later() -> Any:
 
 @program
 def batches_left_out() -> Any:
-    """Ranks learn nothing from rows of their own that they know."""
+    """Ranks skip batches that they have learned well already."""
     model, optimizer = start()
     for step, (x, classes, _) in enumerate(epochs(load())):
         loss = F.cross_entropy(model(x), classes)
@@ -364,9 +365,7 @@ def batches_left_out() -> Any:
 
 @program
 def gradients_taken() -> Any:
-    """torch.autograd.grad in place of backward, then an exchange by hand, with a DDP model
-    around.
-    """
+    """Calls torch.autograd.grad, not backward, and exchanges gradients itself, with a DDP model."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         found = torch.autograd.grad(
@@ -381,7 +380,7 @@ def gradients_taken() -> Any:
 
 @program
 def means_of_ranks() -> Any:
-    """A rate that goes by a mean of ranks' means."""
+    """Sets the learning rate by the mean of the ranks' mean losses."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()

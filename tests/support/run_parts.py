@@ -1,5 +1,6 @@
-"""What programs of tests.support.run_exact and run_other have in common, and how a rank runs one:
-bare, then hooked.
+"""What the programs of run_exact, run_other and similar modules share, and how a rank runs one.
+
+Each program runs twice: first without evener, then with its hooks.
 """
 
 from __future__ import annotations
@@ -23,56 +24,56 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import evener.program.guard
 
-# once, before ranks are forked: what evener.program hooks with
+# imported once, before ranks are forked, as evener.program patches it
 import evener.torch.planned  # noqa: F401
 import tests.support.torch_imports  # noqa: F401 - before they are forked, too
 from evener.training import launched
 from tests.support.launched_plan import UNEVEN
 
 ROWS, BATCH = 50, 4
-Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the model, x, classes and targets
-Programs = dict[str, Callable[[], Any]]  # each returns what it has trained: a module or several
+Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (model, x, classes, targets)
+Programs = dict[str, Callable[[], Any]]  # each returns what it has trained: one module or several
 
 
 def points(rows: int = ROWS) -> TensorDataset:
-    """Rows of (x (6,), class of three, targets (2,))."""
+    """Return rows of (x (6,), one of three classes, targets (2,))."""
     drawn = torch.Generator().manual_seed(5)
     x, targets = torch.randn(rows, 6, generator=drawn), torch.randn(rows, 2, generator=drawn)
     return TensorDataset(x, torch.randint(0, 3, (rows,), generator=drawn), targets)
 
 
 def load(data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
-    """A loader whose DistributedSampler shares rows out."""
+    """Return a loader with a DistributedSampler."""
     chosen = points() if data is None else data
     sampler = options.pop("sampler", None) or DistributedSampler(chosen, seed=3)
     return DataLoader(chosen, batch_size=BATCH, sampler=sampler, **options)
 
 
 def net(width: int = 16, out: int = 3) -> nn.Module:
-    """A small network of 6 inputs."""
+    """Return a small network with 6 inputs."""
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, out))
 
 
 def ddp(model: nn.Module | None = None, **options: Any) -> Any:
-    """A model, or a small network, in DistributedDataParallel."""
+    """Return a model (default: a small network) in DistributedDataParallel."""
     return DistributedDataParallel(net() if model is None else model, **options)
 
 
 def start(model: Any = None, rate: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
-    """A model, or a small network in DistributedDataParallel, and its optimizer."""
+    """Return a model (default: a small network in DistributedDataParallel) and its optimizer."""
     chosen = ddp() if model is None else model
     return chosen, torch.optim.SGD(chosen.parameters(), lr=rate)
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """The usual step."""
+    """Do one optimizer step for this loss."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
 def epochs(loader: Any, count: int = 2) -> Iterator[Any]:
-    """The batches of some epochs, each in its own order."""
+    """Yield the batches of several epochs, each in a different order."""
     for epoch in range(count):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
@@ -80,7 +81,7 @@ def epochs(loader: Any, count: int = 2) -> Iterator[Any]:
 
 
 def fit(model: Any, loss: Loss, loader: Any = None, optimizer: Any = None, **options: Any) -> Any:
-    """The usual loop, over a loader of these options where none is given; returns the model."""
+    """Train a model in the usual loop, on `loader` or one with these options, and return it."""
     chosen = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, classes, targets in epochs(load(**options) if loader is None else loader):
         update(chosen, loss(model, x, classes, targets))
@@ -88,7 +89,7 @@ def fit(model: Any, loss: Loss, loader: Any = None, optimizer: Any = None, **opt
 
 
 def naming(programs: Programs) -> Callable[[Any], Any]:
-    """A decorator that adds a function to the programs, by its name."""
+    """Return a decorator that adds a function to the programs under its own name."""
 
     def name(made: Any) -> Any:
         programs[made.__name__.strip("_").replace("_", " ")] = made
@@ -102,8 +103,9 @@ def mean(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
 
 
 class Seen(msgspec.Struct):
-    """What became of a program on one rank: the weights after it, and evener's words; `broke` names
-    an error.
+    """The result of a program on one rank: its weights and evener's messages.
+
+    `broke` has the error if it raised one.
     """
 
     weights: list[list[float]] = []
@@ -116,7 +118,7 @@ class Seen(msgspec.Struct):
 def run_twice(
     folder: Path, rank: int, module: str, name: str, port: int, noise: bool = False
 ) -> None:
-    """Run a program bare and then hooked, by shares of 3:1; leaves what was seen in the folder."""
+    """Run a program without evener and then with it, with shares of 3:1, and save both results."""
     warnings.simplefilter("ignore")
     program = import_module(module).PROGRAMS[name]
     bare = _run(program)
@@ -150,7 +152,7 @@ def _run_hooked(
     return seen
 
 
-# models, so that their process group isn't taken down with them, which PyTorch can hang in
+# kept models keep their process group alive: PyTorch may hang when they are destroyed together
 _kept: list[Any] = []
 
 
@@ -177,17 +179,18 @@ def _run(program: Callable[[], Any]) -> Seen:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A program's two runs, compared: `kind` is "by shares", "even", "warned", "ended" or
-    "DIFFERENT".
+    """How a program's two runs compare.
+
+    `kind` is "by shares", "even", "warned", "ended", "BROKEN" or "DIFFERENT".
     """
 
     kind: str
-    difference: float  # in parts of the largest weight
+    difference: float  # relative to the largest weight
     words: str
 
 
 def judge(folder: Path, near: float = 1e-9) -> Verdict:
-    """What was seen on both ranks."""
+    """Compare the saved results of both ranks."""
     ranks = [
         msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=list[Seen])
         for rank in (0, 1)

@@ -1,4 +1,7 @@
-"""Loops whose models FSDP shards: `evener run` trains by shares those whose losses are means."""
+"""Programs whose models are sharded by FSDP.
+
+`evener run` trains those whose losses are means with the plan's shares.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp  # by its module, as hooks come later here
+from torch.distributed import fsdp  # imported as a module, since it is patched later
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,7 +25,7 @@ program = naming(PROGRAMS)
 
 
 def layers(mesh: Any = None, own: int = 0) -> Any:
-    """A network of which each layer is sharded, but for the `own` last ones, and the whole."""
+    """Return a network whose layers are each sharded, except the last `own` ones."""
     model = nn.Sequential(
         nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
         nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
@@ -34,7 +37,7 @@ def layers(mesh: Any = None, own: int = 0) -> Any:
 
 
 def whole(model: Any) -> nn.ParameterList:
-    """The weights of all ranks."""
+    """Return the weights of all ranks."""
     every = (
         each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()
     )
@@ -42,7 +45,7 @@ def whole(model: Any) -> nn.ParameterList:
 
 
 def train(model: Any, loss: Any = F.cross_entropy, clipped: bool = False, **options: Any) -> Any:
-    """A loop with AdamW; the weights that all ranks have."""
+    """Train with AdamW and return the weights of all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, classes, _ in epochs(load(**options)):
         optimizer.zero_grad()
@@ -60,7 +63,7 @@ def sharded() -> Any:
 
 @program
 def sharded_and_clipped() -> Any:
-    """The outermost module has a layer of its own."""
+    """Clips gradients; the outermost module has a layer of its own."""
     return train(layers(own=1), clipped=True)
 
 
@@ -98,7 +101,7 @@ def sharded_and_accumulated() -> Any:
 
 @program
 def sharded_with_the_loss_inside() -> Any:
-    """As transformers' models compute it."""
+    """The model computes its loss, as transformers' models do."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -116,14 +119,14 @@ def sharded_with_the_loss_inside() -> Any:
 
 
 def wrapped(**options: Any) -> Any:
-    """A network in FSDP1."""
+    """Return a network wrapped by FSDP1."""
     layer = fsdp.FullyShardedDataParallel(nn.Linear(6, 16), device_id=CPU, **options)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 3))
     return fsdp.FullyShardedDataParallel(model, device_id=CPU, **options)
 
 
 def gathered(model: Any) -> nn.ParameterList:
-    """The weights of a network in FSDP1."""
+    """Return the weights of a network in FSDP1."""
     with fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return nn.ParameterList(
             [nn.Parameter(each.detach().clone()) for each in model.parameters()]

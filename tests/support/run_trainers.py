@@ -1,4 +1,7 @@
-"""Trainers of libraries that `evener run` trains by shares, and whose losses change later."""
+"""Programs with trainers of libraries, which `evener run` trains with the plan's shares.
+
+The losses of some depend on the rank or on other ranks, which shows only later.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ PROGRAMS: Programs = {}
 
 
 def train_huggingface(kind: Any) -> Any:
-    """The bare trainer in a process of two."""
+    """Train with a Trainer of transformers as one process of two."""
     parts = make_parts(PLAIN)
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(PLAIN, folder, per_device_train_batch_size=BATCH)
@@ -31,10 +34,10 @@ def train_huggingface(kind: Any) -> Any:
 
 
 def train_lightning(kind: Any) -> Any:
-    """The bare trainer in a process of two."""
+    """Train with Lightning's own strategy as one process of two."""
     module = kind()
-    module.layers[1].p = 0.0  # its draws are a rank's own
-    # Lightning takes its variables of the group away at the end
+    module.layers[1].p = 0.0  # no dropout, as each rank draws its own
+    # Lightning removes the process group's variables at the end
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         trainer = make_trainer(
             Program(),
@@ -49,13 +52,13 @@ def train_lightning(kind: Any) -> Any:
 
 
 class PlainMoments(LateMoments):
-    """Without dropout, whose draws are a rank's own."""
+    """Without dropout, as each rank draws its own."""
 
     dropout = 0.0
 
 
 def gather(loss: torch.Tensor) -> torch.Tensor:
-    """A loss with a weight by the mean of the ranks' losses."""
+    """Return the loss weighted by the mean of the ranks' losses."""
     every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(every, loss.detach())
     return loss * (1 + torch.stack(every).mean())
@@ -78,7 +81,7 @@ PROGRAMS["a module"] = lambda: train_lightning(Late)
 
 
 class Ranked(PlainMoments):
-    """Weighs its loss by its process: by a number, or by a tensor that it keeps."""
+    """Weights its loss by its rank."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,7 +98,7 @@ class RankedModule(Late):
 
 
 class Shared(PlainMoments):
-    """Weighs its loss by the ranks' mean of the last one, which a callback makes."""
+    """Weights its loss by the ranks' mean of the previous loss, which a callback computes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

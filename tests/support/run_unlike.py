@@ -1,5 +1,6 @@
-"""Programs that count rows, pad them, or take them from several loaders: trained by shares, or
-caught.
+"""Programs that count rows, pad them or combine several loaders.
+
+They train with the plan's shares, or are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ program = naming(PROGRAMS)
 
 @program
 def two_loaders_zipped() -> Any:
-    """Labelled and unlabelled rows in one step."""
+    """Uses labelled and unlabelled rows in each step."""
     model, optimizer = start()
     for _ in range(2):
         for (x, classes, _), (free, *_) in zip(load(), load(points(40)), strict=False):
@@ -45,7 +46,7 @@ def two_loaders_zipped() -> Any:
 
 @program
 def two_loaders_in_turn() -> Any:
-    """A step on one set of rows, then one on the other."""
+    """Takes steps on two sets of rows in turn."""
     model, optimizer = start()
     others = iter(load(points(60)))
     for x, classes, _ in epochs(load(), 1):
@@ -57,7 +58,7 @@ def two_loaders_in_turn() -> Any:
 
 @program
 def two_loaders_zipped_later() -> Any:
-    """One loader at first, so that shares have left even, then two of other batches in one step."""
+    """Uses one loader first, so that shares become uneven, then two loaders in each step."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(), 1):
         update(optimizer, F.cross_entropy(model(x), classes))
@@ -81,7 +82,7 @@ def larger_batches_later() -> Any:
 
 @program
 def rate_by_rows_seen() -> Any:
-    """The rate falls once a rank has counted enough rows, for all ranks alike as it thinks."""
+    """Lowers the learning rate after a rank has counted enough rows, assuming all count alike."""
     model, optimizer = start()
     seen = 0
     for x, classes, _ in epochs(load()):
@@ -105,7 +106,7 @@ def schedule_by_row() -> Any:
 
 @program
 def steps_by_rows_seen() -> Any:
-    """Gradients are accumulated until a rank has counted enough rows."""
+    """Accumulates gradients until a rank has counted enough rows."""
     model, optimizer = start()
     seen = 0
     for x, classes, _ in epochs(load()):
@@ -120,7 +121,7 @@ def steps_by_rows_seen() -> Any:
 
 @program
 def weight_by_rows() -> Any:
-    """A short batch counts less."""
+    """Weights a short batch less."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         update(optimizer, F.cross_entropy(model(x), classes) * len(x) / BATCH)
@@ -144,7 +145,7 @@ def annealed_by_rows() -> Any:
 
 @program
 def averaged_by_rows() -> Any:
-    """The average of the weights forgets faster after many rows of a rank."""
+    """Lets the average of weights forget faster after a rank has had many rows."""
     model, optimizer = start()
     average = copy.deepcopy(model.module)
     for x, classes, _ in epochs(load()):
@@ -169,7 +170,7 @@ def averaged_by_steps() -> Any:
 
 @program
 def gradients_by_rows() -> Any:
-    """A rank's short batches count less, after gradients were summed."""
+    """Scales down gradients of a rank's short batches, after they were summed."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
@@ -182,7 +183,7 @@ def gradients_by_rows() -> Any:
 
 @program
 def clipped_by_hand() -> Any:
-    """Right: the norm is that of the summed gradients."""
+    """Clips the summed gradients by their norm, which is correct."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         optimizer.zero_grad()
@@ -196,7 +197,7 @@ def clipped_by_hand() -> Any:
 
 @program
 def evaluated_by_one_rank() -> Any:
-    """The first rank also logs a norm of the weights, and has its own model."""
+    """The first rank also logs a norm of the weights and has a second model."""
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
         update(optimizer, F.cross_entropy(model(x), classes))
@@ -208,7 +209,7 @@ def evaluated_by_one_rank() -> Any:
 
 
 class Texts(Dataset[Any]):
-    """Sequences of 2 to 9 steps of six numbers each, and a class."""
+    """Sequences of 2 to 9 steps with six numbers each, and a class."""
 
     def __len__(self) -> int:
         return ROWS
@@ -219,7 +220,7 @@ class Texts(Dataset[Any]):
 
 
 def pad(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows padded to the longest of them, their lengths and classes."""
+    """Pad rows to the longest one; return them with their lengths and classes."""
     lengths = torch.tensor([len(steps) for steps, _ in rows])
     padded = pad_sequence([steps for steps, _ in rows], batch_first=True)
     return padded, lengths, torch.tensor([each for _, each in rows])
@@ -227,7 +228,7 @@ def pad(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 @program
 def padding_counts() -> Any:
-    """The mean is also over what was padded."""
+    """Takes a mean that includes padding."""
     model, optimizer = start(ddp(net(out=6)))
     for x, _, _ in epochs(load(Texts(), collate_fn=pad)):
         update(optimizer, F.mse_loss(model(x), x))
@@ -245,7 +246,7 @@ def padding_masked() -> Any:
 
 
 class LastStep(nn.Module):
-    """A recurrent network that reads its last output, which may be padding's."""
+    """A recurrent network that reads its last output, which may belong to padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,8 +266,8 @@ def padding_read_last() -> Any:
 
 @program
 def padding_by_a_number() -> Any:
-    """Right, but the length is read from the batch, so that it can't be computed again for another
-    one.
+    """Handles padding correctly, but reads the length in such a way that it can't be computed
+    again.
     """
     model, optimizer = start(ddp(net(out=6)))
     for x, lengths, _ in epochs(load(Texts(), collate_fn=pad)):
@@ -281,7 +282,7 @@ def padding_by_a_number() -> Any:
 
 @program
 def rows_handed_out_by_one_rank() -> Any:
-    """The first rank reads all rows, and gives the others theirs."""
+    """The first rank reads all rows and sends the others theirs."""
     model, optimizer = start()
     batches = iter(DataLoader(points(), batch_size=2 * BATCH)) if dist.get_rank() == 0 else None
     for _ in range(6):
@@ -296,7 +297,7 @@ def rows_handed_out_by_one_rank() -> Any:
 
 
 class Weighted(Sampler[int]):
-    """Rows drawn by weight, with replacement, and shared out."""
+    """Draws rows by weight, with replacement, and divides them among ranks."""
 
     def __init__(self) -> None:
         self.rank, self.num_replicas, self.epoch = dist.get_rank(), dist.get_world_size(), 0
@@ -325,7 +326,7 @@ def rows_by_weight() -> Any:
 
 @program
 def batches_skipped() -> Any:
-    """A resumed epoch, whose first batches are drawn and left."""
+    """Resumes an epoch by drawing its first batches and dropping them."""
     model, optimizer = start()
     loader = load()
     for epoch in (1, 2):
@@ -339,7 +340,7 @@ def batches_skipped() -> Any:
 
 @program
 def figures_of_torchmetrics() -> Any:
-    """A plateau of the mean of ranks' means."""
+    """Lowers the learning rate when the mean of the ranks' means stops falling."""
     from torchmetrics import MeanMetric
 
     model, optimizer = start()
@@ -358,7 +359,7 @@ def figures_of_torchmetrics() -> Any:
 
 @program
 def stopped_by_the_first_rank() -> Any:
-    """The first rank decides by its own mean, and tells the others."""
+    """The first rank decides by its own mean loss, and tells the others to stop."""
     model, optimizer = start()
     for _ in range(6):
         losses = []

@@ -1,4 +1,4 @@
-"""Runs a user's script as a rank of a RankServer, which has imported its framework already."""
+"""Runs a user's script as a rank of a RankServer, which has already imported its framework."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from evener.training import launched
 
 
 def run_script(_rank: int, script: str, *words: str) -> str:
-    """What `python script words` prints in the script's folder.
+    """Return what `python script words` prints in the script's folder.
 
-    A script that leaves the group of several gloo ranks while a model lives may hang in PyTorch:
-    none of these does.
+    The scripts don't leave a process group of several gloo ranks while a model is alive, which may
+    hang in PyTorch.
     """
     os.chdir(Path(script).parent)
     sys.argv = [script, *words]
@@ -35,7 +35,9 @@ def run_script(_rank: int, script: str, *words: str) -> str:
 
 
 def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
-    """As `run_script`, with float64 as Keras' default: the same figures on every CPU."""
+    """Do the same as `run_script`, with float64 as Keras' default, for equal numbers on
+    every CPU.
+    """
     import keras
 
     from tests.support.keras_twice import trace_faster
@@ -46,9 +48,7 @@ def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
 
 
 def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
-    """As `run_script`, in the environment that evener launch gives to the process of this rank's
-    slice.
-    """
+    """Do the same as `run_script`, in the environment that evener launch sets for this rank."""
     from tests.support.keras_twice import trace_faster
 
     trace_faster()
@@ -57,8 +57,8 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
 
 
 def run_keras_without_plan(_rank: int, folder: str) -> list[Any]:
-    """The exit code and the words of train.py in the folder, as a process of evener launch that
-    looks whether a plan is read.
+    """Return the exit code and output of train.py, run by evener launch, which checks that a plan
+    is read.
     """
     from evener.program.install import install
 
@@ -75,10 +75,11 @@ def run_keras_without_plan(_rank: int, folder: str) -> list[Any]:
 
 
 def run_saving_script(folder: Path, rank: int, script: str) -> None:
-    """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`.
+    """Do the same as `run_script`, with the rank's folder as argument; the script saves `0.pt`,
+    `1.pt`.
 
-    The group ends with the process: PyTorch may hang where a script leaves it while its
-    DistributedDataParallel lives.
+    The process group ends with the process: PyTorch may hang when a script destroys it while its
+    DistributedDataParallel is alive.
     """
     import torch.distributed as dist
 
@@ -87,7 +88,7 @@ def run_saving_script(folder: Path, rank: int, script: str) -> None:
 
 
 def run_launched(_folder: Path, rank: int, script: str, *words: str) -> None:
-    """As `run_script`, on one thread of PyTorch; the environment is the caller's."""
+    """Do the same as `run_script`, in the caller's environment and with one PyTorch thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -95,8 +96,9 @@ def run_launched(_folder: Path, rank: int, script: str, *words: str) -> None:
 
 
 def run_evener(folder: Path, _rank: int, cwd: str, *words: str) -> None:
-    """`evener WORDS` in a folder; what it prints, its process and its exit code are files: see
-    forked_evener.py.
+    """Run `evener WORDS` in a folder; files get its output, process id and exit code.
+
+    See forked_evener.py.
     """
     os.chdir(cwd)
     for stream, name in ((1, "out"), (2, "err")):
@@ -113,8 +115,9 @@ def run_evener(folder: Path, _rank: int, cwd: str, *words: str) -> None:
 
 
 def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
-    """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's
-    words as "said".
+    """Do the same as `run_saving_script`, in the environment and with the hooks of evener run.
+
+    It adds evener's messages as "said".
     """
     from evener.program.notes import ProgramSettings
 
@@ -124,8 +127,9 @@ def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) 
 def run_by_last_shares(
     folder: Path, rank: int, plan: str, notes: str, script: str, model: str, rows: int
 ) -> None:
-    """As `run_by_shares`, by shares that an earlier training of this model and these rows a step
-    left; writes the rank's note to `notes`.
+    """Do the same as `run_by_shares`, with shares that an earlier training left in `notes`.
+
+    That one had this model and `rows` per step. The rank's note is saved to `notes`.
     """
     from evener.program.notes import ProgramSettings, SharesOrigin
 
@@ -134,7 +138,7 @@ def run_by_last_shares(
     _run_hooked(settings, folder, rank, plan, script)
     from evener.program.program import PROGRAM
 
-    PROGRAM.notebook.leave()  # as the process's end does, which a forked rank leaves out
+    PROGRAM.notebook.leave()  # the process would do this at its exit, which a forked rank skips
 
 
 def _run_hooked(
@@ -153,9 +157,7 @@ def _run_hooked(
 
 
 def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
-    """The class and the step of the trainer of a script that would save `0.pt` when it has
-    trained.
-    """
+    """Save the class and the step of a script's trainer, where the script would save `0.pt`."""
     import torch
 
     from evener.program.trainers import build
@@ -166,8 +168,9 @@ def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
 
 
 def save_step_alone(folder: Path, rank: int, strict: bool) -> None:
-    """What an optimizer's step without a process group raises under evener run, and what the first
-    rank notes of it.
+    """Save what an optimizer step without a process group raises under evener run.
+
+    The note that the first rank takes of it is saved, too.
     """
     import torch
 
@@ -186,7 +189,7 @@ def save_step_alone(folder: Path, rank: int, strict: bool) -> None:
 
 
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
-    """As `run_script`, on one thread of PyTorch."""
+    """Do the same as `run_script`, with one PyTorch thread, and save the output."""
     import torch
 
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
@@ -197,8 +200,9 @@ def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
 def save_printed_beside_launched(
     folder: Path, rank: int, printed: str, script: str, *words: str
 ) -> None:
-    """As `save_printed`, of a script that starts itself by torchrun in two ranks, the first of
-    which has `printed`.
+    """Do the same as `save_printed`, for a script that starts two ranks of itself by torchrun.
+
+    The output of the first of them is already known: `printed`.
     """
     import torch.distributed.run
 
@@ -214,15 +218,17 @@ def save_printed_beside_launched(
 
 
 def save_printed_by_plan(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
-    """As `save_printed_in_float64`, in the environment that evener launch gives to the process of
-    this rank's slice.
+    """Do the same as `save_printed_in_float64`, in the environment of evener launch for
+    this rank.
     """
     os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
     save_printed_in_float64(folder, rank, script, *words)
 
 
 def save_printed_in_float64(folder: Path, rank: int, script: str, *words: str) -> None:
-    """As `save_printed`, with float64 as PyTorch's default: the same figures on every CPU."""
+    """Do the same as `save_printed`, with float64 as PyTorch's default, for equal numbers on every
+    CPU.
+    """
     import torch
 
     torch.set_default_dtype(torch.float64)
