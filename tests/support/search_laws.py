@@ -1,9 +1,9 @@
-"""Pairs of searches of which the second can't be worse, but by noise: the question is asked in
-another way.
+"""Checks pairs of searches in which the second can't do worse than the first, except by noise.
 
-Each law gives what the second lost: a fraction of the best, beyond what the first lost (negative:
-gained); None where it has no pair. How often that is more than `NOISE` by chance alone, a `control`
-shows: the first search again, with other draws of noise.
+The second search asks the first one's question in another way. Each law returns what the second
+loses as a fraction of the best throughput, minus what the first loses (negative: it gains); None if
+the law doesn't apply. `control` shows how often that exceeds `NOISE` by chance alone: it is the
+first search again, with other random noise.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.support.search_trials import Ask, Case, StartingProber, Trial
 
 MORE_BUDGET, MORE_TOLERANCE, USELESS = 2.0, 0.05, 60.0
 LONGEST_STEP = 0.1  # of the budget: a device whose smallest step takes longer isn't added
-NOISE = 0.03  # what a pair may differ by
-OTHER_NOISE = 1_000_003  # from a seed to the next that a control draws noise by
+NOISE = 0.03  # by how much a pair may differ
+OTHER_NOISE = 1_000_003  # added to the seed for a control's noise
 
 
 @lru_cache(256)
 def first_run(case: Case) -> Trial:
-    """The search that the others are compared with: all laws have the same."""
+    """Return the search that all laws compare with."""
     return trials.run(case.machine, case.ask, case.seed)
 
 
 def permuted(case: Case) -> float:
-    """The devices in the opposite order."""
+    """Search with the devices in reverse order."""
     machine, last = case.machine, len(case.machine.devices) - 1
     events = tuple(msgspec.structs.replace(one, device=last - one.device) for one in machine.events)
     return _loss(
@@ -42,15 +42,16 @@ def permuted(case: Case) -> float:
 
 
 def twice_as_fast(case: Case) -> float:
-    """Every time is half as long."""
+    """Search with every time halved."""
     sync = Sync(*(0.5 * each for each in msgspec.structs.astuple(case.machine.sync)))
     devices = tuple(_at_speed(device, 2.0) for device in case.machine.devices)
     return _loss(case, msgspec.structs.replace(case.machine, devices=devices, sync=sync), case.ask)
 
 
 def with_a_useless_device(case: Case) -> float | None:
-    """One more device like the first, 60 times slower, if a step of one sample doesn't take a tenth
-    of the budget.
+    """Search with one more device, like the first but 60 times slower.
+
+    Returns None if a step of one sample on it takes more than a tenth of the budget.
     """
     if USELESS * case.machine.devices[0].seconds(1) > LONGEST_STEP * (case.ask.budget or 120):
         return None
@@ -61,7 +62,7 @@ def with_a_useless_device(case: Case) -> float | None:
 
 
 def with_more_time(case: Case) -> float:
-    """Twice the budget."""
+    """Search with twice the budget."""
     return _loss(
         case,
         case.machine,
@@ -70,8 +71,9 @@ def with_more_time(case: Case) -> float:
 
 
 def with_more_tolerance(case: Case) -> float:
-    """Of a free batch: 5 % instead of 2 %. The batch isn't larger; what it is larger counts as a
-    loss.
+    """Search with a tolerance of 5 % instead of 2 %, if the batch is free.
+
+    The batch must not be larger than the first search's; any excess counts as a loss.
     """
     ask = msgspec.structs.replace(case.ask, tolerance=MORE_TOLERANCE)
     second = trials.run(case.machine, ask, case.seed)
@@ -79,7 +81,7 @@ def with_more_tolerance(case: Case) -> float:
 
 
 def resumed(case: Case) -> float:
-    """The same run, stopped halfway through its observations and taken up with twice the budget."""
+    """Stop the search after half of its observations, and resume it with twice the budget."""
     first = first_run(case)
     ask = msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET)
     prober = StartingProber(case.machine, case.seed, ask)
@@ -105,9 +107,7 @@ LAWS: dict[str, Callable[[Case], float | None]] = {
 
 
 def control(case: Case, law: str) -> float:
-    """What other draws of noise make of the same question, judged as the law judges; each law has
-    its own draws.
-    """
+    """Search again with other random noise, and judge the result as `law` does."""
     second = trials.run(
         case.machine, case.ask, case.seed + OTHER_NOISE * (1 + list(LAWS).index(law))
     )
@@ -123,7 +123,7 @@ def _lost(case: Case, second: Trial) -> float:
 
 
 def _larger(case: Case, second: Trial) -> float:
-    """By how much the second's free batch is larger."""
+    """Return by what fraction the second search's free batch is larger."""
     first = first_run(case)
     if case.ask.batch is not None or not first.layout or not second.layout:
         return 0.0

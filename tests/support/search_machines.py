@@ -1,5 +1,5 @@
-"""Random devices of a test's own and a noiseless measurement of them: independent of `devices` and
-of the probes.
+"""Random devices and noiseless measurements of them, which share no code with simulated
+machines.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Probl
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """Devices as (fixed ms, ms a sample, samples up to which it is flat, most samples), and the
-    cost of k >= 2.
+    """Devices whose step times are known, to search on.
 
-    `curves`, where given, are rising broken lines of (samples, ms) in place of the first three.
+    Each device is (fixed ms, ms per sample, samples up to which its time is flat, samples that
+    fit). `curves`, if given, are points (samples, ms) joined by lines, and replace the first three.
+    `sync_seconds` is added for 2 or more devices.
     """
 
     devices: tuple[tuple[float, float, int, int], ...]
@@ -28,7 +29,7 @@ class Bench(msgspec.Struct, frozen=True):
     curves: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def own(self, i: int, share: float, passes: int = 1) -> float:
-        """Each pass takes as long as a step of its rows."""
+        """Return a device's own time; each pass takes as long as a step with its rows."""
         fixed, slope, knee, _ = self.devices[i]
         rows = share / passes
         time = _along(self.curves[i], rows) if self.curves else fixed + slope * max(rows, knee)
@@ -42,8 +43,8 @@ class Bench(msgspec.Struct, frozen=True):
         return layout.global_batch / self.step(layout)
 
     def best(self) -> tuple[float, int]:
-        """The most samples/s of one or two devices and their global batch, by trying every finish
-        time.
+        """Return the highest throughput of one or two devices and its global batch, by trying all
+        of them.
         """
         times = [
             [self.own(i, share) for share in range(1, most + 1)]
@@ -98,7 +99,7 @@ def benches(draw: st.DrawFn, fewest: int = 1, most: int = 4) -> Bench:
 
 
 def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]:
-    """A whole search, and what it saw."""
+    """Return a finished search and its observations."""
     search, seen = Search(problem), []
     while probes := search.ask():
         for one in bench.measure(probes):
@@ -111,11 +112,13 @@ def searched(bench: Bench, problem: Problem) -> tuple[Search, list[Observation]]
 def noisy(
     bench: Bench, deviation: float, seed: int, **options: Any
 ) -> tuple[Search, list[Observation]]:
-    """A search in which every probe is off by as much noise as it says."""
+    """Return a search in which every probe has as much noise as its interval states, and its
+    observations.
+    """
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
         for probe in probes:
-            # the noise of a measurement doesn't go by what came before it
+            # the noise of a probe doesn't depend on the probes before it
             drawn = probe.layout, probe.stage.value, probe.seconds, probe.turn
             chance = random.Random(f"{seed}/{drawn}")
             (one,) = bench.measure([probe], max(0.1, chance.gauss(1, deviation)))

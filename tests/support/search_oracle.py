@@ -1,9 +1,9 @@
-"""The best that a machine can do, exactly, from its physics; shares no code with the search.
+"""The exact best throughput of a machine, computed without any of the search's code.
 
-Every finish time that any device can have for any whole batch is tried; at each, every device does
-as much as it can, in passes of any size, and for each set of hosts and each number of devices k on
-them the k that do most are taken. At a moment, lost devices are gone, memory that others hold is
-missing, and a throttled device's own part takes longer.
+It tries every time at which a device can finish some number of samples. Until each such time, every
+device does as much as it can, in passes of any size; for each set of hosts and each number k of
+their devices, the k that do most are taken. At a given moment, lost devices are gone, memory that
+other processes use is missing, and a throttled device's own part takes longer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.support.machines import samples_per_second
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
-MOST_TIMES = 300_000  # finish times; of more, every n-th
-NEAR = 1e-9  # two times are the same
+MOST_TIMES = 300_000  # finish times; of more than that, every n-th is tried
+NEAR = 1e-9  # times are equal within this fraction
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -36,24 +36,26 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """Alone: seconds of 1, 2, ... samples. Together: finish times and, in `done`, what each device
-    does by then.
+    """Times of each device alone: the seconds of 1, 2, ... samples.
+
+    For several devices, `done` has the samples that each has done at each of the `finish` times.
     """
 
     alone: tuple[Floats, ...]
     finish: Floats
     done: Whole
-    # for each set of hosts, [k - 1]: the most samples of k devices, the cost
+    # for each set of hosts: the samples of the best k devices by finish time, and the sync cost of
+    # k
     teams: tuple[tuple[Floats, Floats], ...]
 
 
 def free(
     machine: Machine, tolerance: float, quantum: int = 1, most: int | None = None, at: float = -1.0
 ) -> Best:
-    """The best of every global batch whose shares fit at once; `at` is the moment, before any event
-    unless given.
+    """Return the best result of all global batches whose shares fit at once.
 
-    With a largest global batch, times that fall with larger shares make it an upper bound.
+    `at` is the moment; by default it is before any event. If `most` limits the global batch and
+    times fall as shares grow, the result is an upper bound.
     """
     now, kept = moment(machine, at)
     if not kept:
@@ -64,7 +66,7 @@ def free(
 def fixed(
     machine: Machine, batch: int, micro: bool = True, quantum: int = 1, at: float = -1.0
 ) -> Best:
-    """The best of one global batch."""
+    """Return the best result for one global batch."""
     now, kept = moment(machine, at)
     if not kept:
         return Best(0.0, batch)
@@ -74,8 +76,9 @@ def fixed(
 def true_rate(
     machine: Machine, shares: Sequence[int], micro: Sequence[int] = (), at: float = -1.0
 ) -> float:
-    """Samples/s of a layout at a moment; 0 if a device of it is lost or its memory is too small
-    then.
+    """Return the samples/s of a layout at a moment.
+
+    It is 0 if one of its devices is lost or has too little memory then.
     """
     now, kept = moment(machine, at)
     left = [shares[i] for i in kept]
@@ -89,8 +92,9 @@ def true_rate(
 
 
 def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
-    """The machine as it is then, without events, and where its devices, less those that are lost,
-    stood before.
+    """Return the machine as it is at a moment, without events and lost devices.
+
+    The list has the original positions of its devices.
     """
     kept = [i for i in range(len(machine.devices)) if not machine.lost(i, at)]
     devices = []
@@ -114,12 +118,11 @@ def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
 
 
 def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:
-    """Seconds of one step alone for 1 ... `most` samples, in the passes of at most `wall` rows that
-    take least time.
+    """Return the shortest times of a step on one device, for 1 to `most` samples.
 
-    Time is linear in the number of passes as long as the rows of a pass stay between two points of
-    the curve, so the best number is the least that fits, or one whose passes end at a point.
-    Without `micro` it is one pass.
+    Passes have at most `wall` rows. Time is linear in the number of passes while the rows of a pass
+    stay between two points of the curve, so the best number is the smallest that fits, or one whose
+    passes end at a point. Without `micro` there is only one pass.
     """
     batch = np.arange(1, most + 1)
     fewest = -(-batch // wall)
@@ -138,16 +141,16 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
 
 
 def _pass_sizes(device: SimulatedDevice, wall: int) -> list[int]:
-    """Rows of a pass at which the line of its time may bend."""
+    """Return the numbers of rows at which the slope of a pass's time may change."""
     (left, low), (right, high) = device.curve[:2]
-    # by the line before the curve
+    # where the curve's first line, extended, reaches zero
     free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0
     bends = [free_rows, free_rows + 1, *(batch for batch, _ in device.curve)]
     return list(dict.fromkeys([wall, 1, *(rows for rows in bends if 0 < rows <= wall)]))
 
 
 def _in_passes(device: SimulatedDevice, batch: Whole, passes: Whole) -> Floats:
-    """Milliseconds in so many passes, without stalls."""
+    """Return the milliseconds for this many passes, without stalls."""
     rows, larger = np.divmod(batch, passes)
     total = (passes - larger) * _along(device, rows) + larger * _along(device, rows + 1)
     again = 0.0 if device.pass_overhead_ms is None else device.fixed_ms - device.pass_overhead_ms
@@ -159,7 +162,7 @@ def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     times = np.array([t for _, t in device.curve], dtype=np.float64)
     right = np.clip(np.searchsorted(known, batch), 1, len(known) - 1)
     slope = (times[right] - times[right - 1]) / (known[right] - known[right - 1])
-    # a falling line ends level
+    # beyond a falling line, the time stays the same
     inside = np.where(slope < 0, np.clip(batch, known[right - 1], known[right]), batch)
     return np.asarray(np.maximum(0.0, times[right - 1] + slope * (inside - known[right - 1])))
 
@@ -178,13 +181,13 @@ def _free(machine: Machine, tolerance: float, quantum: int, most: int | None) ->
 
 
 def _sizes(times: Floats, quantum: int, limit: float) -> Floats:
-    """The batches of a table of times that count; 0 for the others."""
+    """Return the batches of a table that are allowed; 0 for the others."""
     batch = np.arange(1, len(times) + 1, dtype=np.float64)
     return np.where((batch % quantum == 0) & (batch <= limit), batch, 0.0)
 
 
 def _smallest(tables: Tables, rate: float, quantum: int, limit: float) -> int:
-    """The smallest global batch that reaches a throughput."""
+    """Return the smallest global batch that reaches a throughput."""
     found = [math.inf]
     for times in tables.alone:
         batch = _sizes(times, quantum, limit)
@@ -214,8 +217,8 @@ def _fixed(machine: Machine, batch: int, micro: bool, quantum: int) -> float:
 
 
 def _least_of_falling(machine: Machine, tables: Tables, batch: int, quantum: int) -> float:
-    """The shortest step where a larger share may take less time: of each set of devices, by
-    bisection.
+    """Return the shortest step if a larger share may take less time, by bisection for each set of
+    devices.
     """
     count = len(tables.alone)
     least = math.inf
@@ -232,7 +235,10 @@ def _least_of_falling(machine: Machine, tables: Tables, batch: int, quantum: int
 
 
 def _first(finish: Floats, holds: Callable[[float], bool]) -> float:
-    """The least time at which it holds, as it does at all later ones; infinite if it never does."""
+    """Return the earliest finish time for which `holds` is true, as it is for all later ones.
+
+    It is infinite if there is none.
+    """
     low = -1
     high = len(finish)
     while high - low > 1:
@@ -245,7 +251,10 @@ def _first(finish: Floats, holds: Callable[[float], bool]) -> float:
 
 
 def _adds_up(times: Sequence[Floats], batch: int, quantum: int, finish: float) -> bool:
-    """Whether shares that each end by then sum to the batch: sums are bits of a number."""
+    """Return whether shares that each finish in time can add up to the batch.
+
+    The possible sums are the bits of an integer.
+    """
     keep = (1 << batch + 1) - 1
     sums = 1
     for each in times:
@@ -262,7 +271,7 @@ def _adds_up(times: Sequence[Floats], batch: int, quantum: int, finish: float) -
 
 
 def _spread(sums: int, width: int) -> int:
-    """The bits of `sums`, each with the width - 1 bits above it."""
+    """Return the bits of `sums`, each with the width - 1 bits above it."""
     reach = 1
     while reach < width:
         more = min(reach, width - reach)
@@ -287,15 +296,16 @@ def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> T
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
     allowed = [np.where(np.arange(1, len(t) + 1) % quantum, np.inf, t) for t in together]
-    # of this batch and all larger ones
+    # the least of this batch and all larger ones
     least = [np.minimum.accumulate(t[::-1])[::-1] for t in allowed]
     done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in least])
     return Tables(tuple(times), finish, done, tuple(_teams(machine, done)))
 
 
 def _teams(machine: Machine, done: Whole) -> Iterator[tuple[Floats, Floats]]:
-    """For each set of hosts: the most samples of k of their devices at each finish time, and what
-    syncing costs.
+    """Yield, for each set of hosts, samples and synchronization costs by number of devices.
+
+    The samples are the most that k of their devices can do by each finish time.
     """
     hosts = sorted({device.host for device in machine.devices})
     for count in range(1, len(hosts) + 1):

@@ -1,6 +1,4 @@
-"""Searches on random devices with noise, as far as their plans and verdicts: for what is printed of
-them.
-"""
+"""Searches with noise on random devices up to their verdicts, for tests of the printed text."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ NOISE = (0.001, 0.005, 0.02, 0.08, 0.2)
 
 
 def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
-    """A search of one to four devices, with the labels of its devices."""
+    """Return a finished search of one to four devices, and their labels."""
     bench = _draw_bench(chance)
     batch = chance.choice([None, None, 64, 256, 1500])
     if batch is not None and sum(most for *_, most in bench.devices) < batch:

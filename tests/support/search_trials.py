@@ -1,7 +1,7 @@
-"""One search as a user runs it: with a budget, children that take time to start, and a machine that
-may change.
+"""Runs one search as a user would: with a budget, probes that take time to start, and changing
+machines.
 
-It is judged by the truth: the machine as it was when the last probe began.
+The result is compared with the true state of the machine when the last probe began.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_PROBES = 600
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user asks for, and how long each group of children takes to start."""
+    """The options of a user, and how long each group of probe processes takes to start."""
 
     batch: int | None = None
     budget: float | None = 120.0
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     micro: bool = True
 
     def request(self, seed: int) -> Request:
-        """The same as a request."""
+        """Return them as a request."""
         return Request(
             devices="sim:made",
             global_batch=self.batch,
@@ -63,7 +63,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def words(self) -> str:
-        """The options that differ from the command's own."""
+        """Return the command line options that differ from the defaults."""
         own = (
             ("--global-batch", self.batch),
             ("--max-global-batch", self.most),
@@ -77,7 +77,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One machine of a family, and one thing that is asked of it."""
+    """One machine of a family, and one question about it."""
 
     family: str
     seed: int
@@ -87,17 +87,18 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What came of a search. `regret` is a fraction, beyond the tolerance where the batch is
-    free.
+    """The result of a search.
+
+    `regret` is the fraction of throughput that it loses, beyond the tolerance if the batch is free.
     """
 
     regret: float
-    out_of_memory: int  # most on one device
+    out_of_memory: int  # number of failures on the device with most of them
     probes: int
     seconds: float
     late: float  # seconds beyond the budget, as a fraction of it
-    held: bool  # the interval holds the true throughput
-    settled: bool  # it says that nothing left to measure would change the plan
+    held: bool  # the interval contains the true throughput
+    settled: bool  # the verdict says that no further measurement would change the plan
     rate: float
     best: float
     layout: Layout | None
@@ -107,9 +108,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class StartingProber:
-    """The command's own prober, with children that take time to start: once for each group, again
-    after a failure.
-    """
+    """The command's own prober, with a time to start: for each group, and after each failure."""
 
     def __init__(self, machine: Machine, seed: int, ask: Ask) -> None:
         self._machine, self._seed, self._start, self._end = (
@@ -123,7 +122,7 @@ class StartingProber:
         self.seen: list[Observation] = []
 
     def measure(self, probes: tuple[Probe, ...]) -> list[Observation]:
-        """All probes at once, in the order in which they end."""
+        """Measure all probes at once, and return the results in the order in which they end."""
         self.last_began = self.seconds
         ends: list[tuple[float, Observation]] = []
         for probe in probes:
@@ -155,7 +154,7 @@ def _later(seen: Observation, start: float) -> Observation:
 
 
 def problem(machine: Machine, ask: Ask, seed: int = 0) -> Problem:
-    """What the session would ask its search to solve."""
+    """Return the problem that a session would give to its search."""
     return _job(machine, ask, seed).problem
 
 
@@ -164,7 +163,7 @@ def _job(machine: Machine, ask: Ask, seed: int) -> Job:
 
 
 def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
-    """A whole run as far as its verdict; what it raises is a defect."""
+    """Run a search up to its verdict; any exception is a bug."""
     prober = StartingProber(machine, seed, ask)
     search = Search(problem(machine, ask, seed))
     finish(search, prober)
@@ -178,8 +177,8 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
 
 
 def finish(search: Search, prober: StartingProber) -> None:
-    """Measure what it asks until it asks no more, or the budget has ended while probes still
-    ran.
+    """Measure until the search asks for nothing more, or the budget ended while probes were
+    running.
     """
     while probes := search.ask():
         found = prober.measure(probes)
@@ -217,12 +216,14 @@ def _judge(
 
 
 def true_rate(machine: Machine, layout: Layout, at: float) -> float:
-    """Samples/s of a layout at that moment."""
+    """Return the samples/s of a layout at that moment."""
     return oracle.true_rate(machine, layout.shares, layout.micro, at)
 
 
 def best_at(machine: Machine, ask: Ask, at: float) -> float:
-    """The samples/s that a plan must reach; of a free batch, less the tolerance."""
+    """Return the samples/s that a plan must reach: the best, minus the tolerance if the batch is
+    free.
+    """
     if ask.batch is not None:
         return oracle.fixed(machine, ask.batch, ask.micro, ask.quantum, at).samples_per_second
     return oracle.free(machine, ask.tolerance, ask.quantum, ask.most, at).samples_per_second * (
@@ -231,8 +232,9 @@ def best_at(machine: Machine, ask: Ask, at: float) -> float:
 
 
 def load(path: Path) -> tuple[Machine, tuple[Ask, ...]]:
-    """A machine file, and what is asked of it: each comment at its top that is a command, `starts 5
-    s` behind it.
+    """Read a machine file and the questions about it.
+
+    Each comment at its top that is a command is a question; it may end with `starts 5 s`.
     """
     lines = path.read_text().partition("\n[")[0].splitlines()
     return load_machine(path), tuple(

@@ -1,6 +1,6 @@
-"""A model of many small blocks, as a workload, and as trainings of it in shards.
+"""A model of many small blocks, as a workload and for trainings in which it is sharded.
 
-Memory is what evener's ledger counts, in place of the process's: a slice's cap is one of the
+Its memory is what evener's ledger counts, not that of the process: memory limits apply to the
 ledger.
 """
 
@@ -21,12 +21,12 @@ from evener.torch.shards.unit import Ledger, choose_units
 from evener.torch.shards.whole import count_gathered
 from evener.workloads.protocol import MemoryMeter
 
-WIDTH, BLOCKS = 128, 16  # 2.1 million parameters, 33.7 MB with gradients and AdamW's state
+WIDTH, BLOCKS = 128, 16  # 2.1 million parameters: 33.7 MB with gradients and AdamW's state
 SMALL, STEPS = 32, 3
 
 
 class CappedLedger(Ledger):
-    """A ledger that runs out of memory."""
+    """A ledger that raises an out-of-memory error above its limit."""
 
     last: CappedLedger | None = None
     cap = float("inf")
@@ -47,7 +47,7 @@ class CappedLedger(Ledger):
 
 
 class Block(torch.nn.Module):
-    """Two layers beside their input."""
+    """A residual block of two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(torch.nn.Module):
 
 
 class Big(torch.nn.Module):
-    """Figures in, figures out."""
+    """A stack of blocks with inputs and outputs of the same width."""
 
     def __init__(self, blocks: int = 0, width: int = 0) -> None:
         super().__init__()
@@ -83,8 +83,9 @@ def make() -> tuple[
 
 
 def build() -> Any:
-    """The workload, whose memory in a probe is that of the ledger, or of the whole model's
-    state.
+    """Return the workload, and let probes report the ledger's memory.
+
+    Without a ledger they report that of the whole model's state.
     """
     made = make()
     whole = 16 * sum(each.numel() for each in made[0].parameters())
@@ -102,15 +103,17 @@ def build() -> Any:
     for module in [
         each for each in list(sys.modules.values()) if hasattr(each, "cap_address_space")
     ]:
-        module.__dict__["cap_address_space"] = cap  # the worker may be __main__
+        # sets it by dictionary, as the worker may be __main__
+        module.__dict__["cap_address_space"] = cap
     vars(sharded)["Ledger"] = CappedLedger
     MemoryMeter.read = read  # type: ignore[method-assign, assignment]
     return made
 
 
 def train(folder: Path, rank: int, plan: str) -> None:
-    """A rank of a training by a plan: whether its weights moved, and the bytes of its ledger beside
-    the plan's.
+    """Train as one rank with a plan.
+
+    Saves whether its weights changed, and its ledger's bytes beside those in the plan.
     """
     vars(sharded)["Ledger"] = CappedLedger
     split = Split(plan)
@@ -140,12 +143,14 @@ def train(folder: Path, rank: int, plan: str) -> None:
 
 
 def sweep(folder: Path, rank: int, caps: tuple[int, int]) -> None:
-    """The bytes of state of the largest model that trains within each rank's cap, its parts as a
-    plan's and equal.
+    """Save the state bytes of the largest model that trains within each rank's limit.
+
+    The model is divided as a plan would, and equally.
     """
     split, found = Split(ratios=[3, 1], global_batch=4), dict[str, int]()
     first = 10
-    for kind in ("equal", "planned"):  # the second begins with what the test asks for at least
+    # the second starts with the smallest size that the test demands
+    for kind in ("equal", "planned"):
         for blocks in count(first):
             if not (state := fit(split, Big(blocks, SMALL), caps, kind == "equal")):
                 break
@@ -155,9 +160,7 @@ def sweep(folder: Path, rank: int, caps: tuple[int, int]) -> None:
 
 
 def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
-    """The bytes of a model's state; 0 if a rank's ledger has more than its cap in a training of two
-    steps.
-    """
+    """Return the bytes of a model's state; 0 if two steps exceed a rank's limit."""
     state = 16 * sum(each.numel() for each in model.parameters())
     problem = Problem(
         2, caps, state=ModelState(state, count_gathered(model, choose_units(model, None), None))

@@ -1,8 +1,8 @@
-"""Simulated trainings on devices whose speed changes as a trace says: with fixed shares, by the
-rule, by an oracle.
+"""Simulates trainings on devices that change speed: with fixed shares, with the rule, with an
+oracle.
 
-Time is simulated: a step takes as long as the slowest rank's own work, and what can't be hidden
-behind it.
+Time is simulated: a step takes as long as the slowest rank's own work, plus what can't overlap with
+it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from evener.shares.curves import Curve
 from evener.shares.whole_rows import apportion
 from evener.training.rebalance import Rebalancer
 
-WINDOW_STEPS = 5  # of one observation
-DELAY_STEPS = 3  # from a decision to the first step with the new shares
-CHANGE_SECONDS = 0.2  # of new shapes, each time
-RESTART_SECONDS = 15.0  # after a device was lost
+WINDOW_STEPS = 5  # steps per observation
+DELAY_STEPS = 3  # from a decision to the first step with new shares
+CHANGE_SECONDS = 0.2  # for new tensor shapes, at each change
+RESTART_SECONDS = 15.0  # after a device is lost
 
-Slowdown = Callable[[int, float], float]  # of a device at a time: 1.4 takes 40 % longer
+Slowdown = Callable[[int, float], float]  # by device and time: 1.4 takes 40 % longer
 
 
 class Machine(NamedTuple):
-    """Devices that train `batch` rows a step: `curves` as they are, `planned` as the plan has
-    them.
+    """Devices that train `batch` rows per step.
+
+    `curves` are their true times, `planned` those in the plan.
     """
 
     batch: int
     curves: tuple[Curve, ...]
     planned: tuple[Curve, ...]
-    rest_seconds: float  # of a step that isn't own work
+    rest_seconds: float  # of a step, without own work
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Those of the plan."""
+        """The shares in the plan."""
         return solve_or_fail(self.planned, self.batch)
 
     def without(self, device: int) -> Machine:
-        """The other devices."""
+        """Return the machine without one device."""
         curves, planned = (
             tuple(each for i, each in enumerate(some) if i != device)
             for some in (self.curves, self.planned)
@@ -52,28 +53,29 @@ class Machine(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What happens to a training."""
+    """What happens during a training."""
 
     seconds: float
     slowdown: Slowdown
     noise: float = 0.02  # relative standard deviation of a step's own work
-    stall_every: int = 0  # steps; one rank takes 2 s longer then
-    input_every: int = 0  # steps; all wait 10 s for data then, which isn't own work
-    dead_at: float = math.inf  # seconds; then device 0 is gone
+    stall_every: int = 0  # steps; then one rank takes 2 s longer
+    input_every: int = 0  # steps; then all ranks wait 10 s for data, which isn't own work
+    dead_at: float = math.inf  # seconds; then device 0 is lost
 
 
 class Run(NamedTuple):
-    """What a simulated training came to."""
+    """The result of a simulated training."""
 
     samples: int
     steps: int
-    # the first step with the new shares, which, and why
+    # for each change: the first step with the new shares, the shares, and the reason
     changes: tuple[tuple[int, tuple[int, ...], str], ...]
 
 
 def machine(devices: int, seed: int, rows: int = 200, plan_error: float = 0.05) -> Machine:
-    """Devices up to four times as fast as each other, a step of 0.1 s; the plan's curves are off by
-    so much.
+    """Return devices with up to four times different speeds, whose planned step takes 0.1 s.
+
+    `plan_error` is the relative error of the plan's times.
     """
     draw = random.Random(seed).uniform
     batch, fixed = devices * rows, draw(0.002, 0.03)
@@ -92,34 +94,34 @@ def machine(devices: int, seed: int, rows: int = 200, plan_error: float = 0.05) 
 
 
 def at_rest(_device: int, _at: float) -> float:
-    """Nothing changes."""
+    """Return 1: nothing changes."""
     return 1.0
 
 
 def slower(factor: float, start: float, end: float) -> Slowdown:
-    """The first device, for a while."""
+    """Slow the first device down for a while."""
     return lambda device, at: factor if device == 0 and start <= at < end else 1.0
 
 
 def flipping(period: float, part: float, factor: float = 1.4) -> Slowdown:
-    """The first device is slower for a part of each period."""
+    """Slow the first device down for a part of each period."""
     return lambda device, at: factor if device == 0 and at % period < part * period else 1.0
 
 
 def solve_or_fail(curves: Sequence[Curve], batch: int) -> tuple[int, ...]:
-    """The shares that are done first where memory holds any."""
+    """Return the fastest shares; they must fit in memory."""
     found = solve_shares(curves, batch, (0,) * len(curves), False)
     assert found is not None
     return found
 
 
 def stay(machine: Machine, trace: Trace, seed: int = 0) -> Run:
-    """With the plan's shares all the time; by their ratios where a device is gone."""
+    """Train with the plan's shares throughout; after a loss, with their ratios."""
     return _both_parts(machine, trace, lambda _, shares: _Fixed(shares), seed, by_curves=False)
 
 
 def rebalance(machine: Machine, trace: Trace, seed: int = 0) -> Run:
-    """By the rule."""
+    """Train with the rule."""
 
     def begin(m: Machine, shares: tuple[int, ...]) -> _Ruled:
         return _Ruled(shares, Rebalancer(shares, m.planned, [m.batch] * len(shares), False))
@@ -128,7 +130,7 @@ def rebalance(machine: Machine, trace: Trace, seed: int = 0) -> Run:
 
 
 def foresee(machine: Machine, trace: Trace, seed: int = 0) -> Run:
-    """By an oracle that has the best shares for each moment, and changes them at no cost."""
+    """Train with an oracle, which always has the best shares and changes them at no cost."""
     return _both_parts(machine, trace, lambda left, _: _Oracle(left, trace), seed, by_curves=True)
 
 
@@ -138,11 +140,11 @@ class _Fixed:
         self.changes: list[tuple[int, tuple[int, ...], str]] = []
 
     def before(self, step: int, factors: tuple[float, ...]) -> float:
-        """Seconds that a change takes before this step."""
+        """Return the seconds that a change takes before this step."""
         return 0.0
 
     def after(self, step: int, own: Sequence[float]) -> None:
-        """What the ranks' own work was."""
+        """Take note of the ranks' own work."""
 
 
 class _Oracle(_Fixed):
@@ -196,7 +198,7 @@ def _both_parts(
     seed: int,
     by_curves: bool,
 ) -> Run:
-    """The training up to a lost device, and without it after a restart."""
+    """Train until a device is lost, and then without it after a restart."""
     numbers = random.Random(seed)
     end = min(trace.seconds, trace.dead_at)
     first = _train(machine, trace, begin(machine, machine.shares), 0.0, end, numbers)

@@ -1,9 +1,9 @@
-"""Servers that outlive their sessions: those of this process that import the same framework share
-one.
+"""Fork servers for probes that tests share: one per framework, for all sessions of this process.
 
-Each is forked from the RankServer of its framework, which all workers share: PyTorch takes 1.5 s of
-CPU to import, TensorFlow 3 s. A session ends its children as ever; they are forked in its folder
-and with the variables that its server would have had, so that a test's own folders count.
+Each is forked from the RankServer of its framework, which all test workers share, since importing
+PyTorch takes 1.5 s of CPU time and TensorFlow 3 s. A session still ends its probes itself; they are
+forked in its folder and with the variables that its own server would have had, so that a test's own
+folders are used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from tests.support.rank_server import RankServer
 
 RANK_SERVERS = {"torch_backend": "tests.support.torch_imports", "keras_backend": "keras"}
 ACCEPT_SECONDS = 120.0  # for the import of a framework on a busy machine
-shared: set[int] = set()  # the processes of servers that tests share
+shared: set[int] = set()  # the process ids of servers that tests share
 
 
 class ForkedProgram:
-    """The fork server's program as a fork of a RankServer's process: what a ServerProcess uses of a
-    Popen.
+    """The fork server's program as a fork of a RankServer's process, with the methods of Popen.
+
+    It has those that a ServerProcess uses.
     """
 
     def __init__(
@@ -57,32 +58,33 @@ class ForkedProgram:
 
     @staticmethod
     def _run(server: RankServer, *words: Any) -> None:
-        with suppress(AssertionError):  # it was killed
+        with suppress(AssertionError):  # the server was killed
             server.run(*words, ranks=[{}])
 
     def poll(self) -> int | None:
-        """None while it runs."""
+        """Return None while it is running."""
         return -signal.SIGKILL if select.select([self._handle], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; TimeoutExpired."""
+        """Wait for its end, or raise TimeoutExpired."""
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
         return -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send it a signal if it is still running."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill it if it is still running."""
         self.send_signal(signal.SIGKILL)
 
 
 def serve(_folder: Path, _rank: int, door: str, start: dict[str, Any]) -> None:
-    """Be `python -m evener.balancer.probes.worker`, with the socket and the log that come through
-    the door.
+    """Run `python -m evener.balancer.probes.worker` in this process.
+
+    Its socket and log file arrive through the socket at `door`.
     """
     from evener.balancer.probes import worker
 
@@ -95,7 +97,8 @@ def serve(_folder: Path, _rank: int, door: str, start: dict[str, Any]) -> None:
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
-    os.set_inheritable(channel, True)  # it may start as a new program, if it can't be forked
+    # if it can't fork, it starts a new program that inherits the socket
+    os.set_inheritable(channel, True)
     os.environ.clear()
     os.environ.update(start["variables"])
     sys.argv = [worker.__file__, str(channel), *start["imports"]]
@@ -104,18 +107,19 @@ def serve(_folder: Path, _rank: int, door: str, start: dict[str, Any]) -> None:
 
 
 class SharedServer(ServerProcess):
-    """A server that many sessions use, and `end` alone ends."""
+    """A server that many sessions use, and that only `end` stops."""
 
     end = ServerProcess.close
 
     def close(self) -> None:
-        """Leave it to the others."""
+        """Do nothing, as other sessions use it."""
 
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Fork a child with this test's variables, not those of the test that the server was
-        started for.
+        """Fork a probe process with the current test's variables.
+
+        The server itself was started with those of another test.
         """
         variables = _merge_variables(environment.variables)
         return super().start(
@@ -127,8 +131,9 @@ class SharedServer(ServerProcess):
 def running_servers(
     rank_server: Callable[[str], RankServer], folder: Path
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """A context in which the sessions of this process share servers; the servers end with the outer
-    one.
+    """Return a context in which the sessions of this process share servers.
+
+    The servers stop when the outer context ends.
     """
     servers: dict[tuple[frozenset[tuple[str, str]], tuple[str, ...]], SharedServer] = {}
     run = fork_server._run
@@ -158,7 +163,7 @@ def running_servers(
         with mock.patch.object(hosts, "ServerProcess", find):
             yield
 
-    # the kernel ends a server with the thread that started it
+    # the kernel kills a server when the thread that started it ends
     with ThreadPoolExecutor(1) as starter:
         try:
             yield sharing

@@ -1,8 +1,8 @@
-"""Simulated ranks of a training without a plan: their own work, hosts, input and memory drive the
-real rule.
+"""Simulates ranks of a training without a plan, to test the rule that rebalances them.
 
-Pure: time is simulated. Figures come in as in PyTorch: medians of windows of steps, exchanged two
-at a time, and a change comes into force once the batches that were drawn ahead are trained.
+Own work, host, input and memory of each rank are simulated, and so is time. As with PyTorch, the
+rule gets the medians of windows of steps, two windows at a time, and a change takes effect after
+the batches that were fetched ahead.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from evener.training.memory_growth import LEFT_AT_RISK, MemoryPeaks
 from evener.training.rebalance import Rebalancer
 
 GIB = 2.0**30
-WINDOW_SECONDS, FEWEST_STEPS, MOST_STEPS, WINDOWS = 0.05, 5, 25, 2  # as rebalancing.py has them
+WINDOW_SECONDS, FEWEST_STEPS, MOST_STEPS, WINDOWS = 0.05, 5, 25, 2  # the values of rebalancing.py
 
-Slowdown = Callable[[float], float]  # at a time in seconds: 2.0 takes twice as long
+Slowdown = Callable[[float], float]  # by time in seconds: 2.0 takes twice as long
 
 
 def steady(_at: float) -> float:
-    """Nothing changes."""
+    """Return 1: nothing changes."""
     return 1.0
 
 
 class Device(NamedTuple):
-    """A rank's device; a step's own work takes the longer of device and host."""
+    """A rank's device; a step's own work takes as long as the slower of device and host."""
 
     row_s: float
     fixed_s: float = 0.0
-    host_s: float = 0.0  # to start the kernels of a pass, whatever its rows
+    host_s: float = 0.0  # to launch the kernels of a pass, whatever its rows
     slowdown: Slowdown = steady
     fixed_bytes: float = 2 * GIB
     row_bytes: float = 0.05 * GIB
@@ -42,29 +42,29 @@ class Device(NamedTuple):
     on_gpu: bool = True
 
     def device_seconds(self, rows: int, at: float) -> float:
-        """Seconds that the device computes."""
+        """Return the seconds for which the device computes."""
         return (self.fixed_s + self.row_s * rows) * self.slowdown(at)
 
     def seconds(self, rows: int, at: float) -> float:
-        """Seconds of own work."""
+        """Return the seconds of own work."""
         return max(self.device_seconds(rows, at), self.host_s)
 
     def bytes(self, rows: int) -> float:
-        """Memory that a pass takes."""
+        """Return the memory that a pass needs."""
         return self.fixed_bytes + self.row_bytes * rows
 
 
 class Noise(NamedTuple):
-    """Relative deviations of own work: of each step, and of a drift that lasts some steps."""
+    """Relative deviations of own work: of single steps, and a drift that lasts several steps."""
 
     step: float = 0.01
     drift: float = 0.0
     drift_steps: float = 30.0
-    rare: float = 0.0  # part of the steps that take three times as long
+    rare: float = 0.0  # fraction of steps that take three times as long
 
 
 class Training(NamedTuple):
-    """The shares of each step, and the seconds that it took."""
+    """The shares and the seconds of each step."""
 
     devices: tuple[Device, ...]
     shares: tuple[tuple[int, ...], ...]
@@ -72,17 +72,19 @@ class Training(NamedTuple):
 
     @property
     def changes(self) -> int:
-        """Times that shares became others."""
+        """How often shares changed."""
         return sum(a != b for a, b in zip(self.shares, self.shares[1:], strict=False))
 
     def rate_of_best(self, step: int) -> float:
-        """The rate by the shares of a step over that of the best shares."""
+        """Return the throughput with the shares of a step, relative to that with the
+        best shares.
+        """
         here, best = self.shares[step], best_seconds(self.devices, sum(self.shares[0]))
         return best / _slowest(self.devices, here)
 
     @property
     def memory_part(self) -> float:
-        """The largest part of a device's memory that was taken."""
+        """The largest fraction of a device's memory that was used."""
         return max(
             device.bytes(rows) / device.capacity_bytes
             for shares in set(self.shares)
@@ -91,7 +93,7 @@ class Training(NamedTuple):
 
 
 def best_seconds(devices: Sequence[Device], rows: int) -> float:
-    """The seconds in which the devices do these rows together, if they may be divided at will."""
+    """Return the shortest time for these rows, if they can be divided into fractions."""
     low, high = 0.0, max(each.seconds(rows, 0.0) for each in devices)
     for _ in range(60):
         middle = (low + high) / 2
@@ -113,8 +115,9 @@ def train(
     ahead: int = 0,
     exchange_s: float = 0.01,
 ) -> Training:
-    """A training by the rule. Workers fetch a batch in `input_s`, `ahead` of their turn; without
-    any, the loop does.
+    """Train with the rule that rebalances.
+
+    Loader workers fetch a batch in `input_s`, `ahead` batches early; with 0 the loop fetches it.
     """
     numbers = random.Random(seed)
     world, shares, at = len(devices), tuple(rows), 0.0

@@ -1,4 +1,4 @@
-"""The repository's own files, each parsed once in a process: many rules of tests/arch read all of
+"""The files of this repository, each parsed once per process: many tests in tests/arch read all of
 them.
 """
 
@@ -16,7 +16,7 @@ PACKAGES = ("evener", "devices", "workloads", "balancer", "tui")
 
 
 def files(folder: str, suffixes: tuple[str, ...] = (".py",)) -> Iterator[Path]:
-    """The folder's own files, links not followed; "." has those of the repository's root alone."""
+    """Yield the folder's files, without following links; "." has only those in the top folder."""
     for path, folders, names in os.walk(REPO / folder):
         folders[:] = (
             []
@@ -28,15 +28,15 @@ def files(folder: str, suffixes: tuple[str, ...] = (".py",)) -> Iterator[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """A file's tree, which nobody may change."""
+    """Return a file's syntax tree, which callers must not change."""
     return ast.parse(path.read_bytes())
 
 
 @cache
 def nodes(tree: ast.AST) -> list[ast.AST]:
-    """What ast.walk gives, kept: walking through all files takes a second."""
+    """Return all nodes of a tree, cached: walking through all files takes a second."""
     found = [tree]
-    for node in found:  # which grows
+    for node in found:  # the list grows during the loop
         for name in node._fields:
             value = getattr(node, name, None)
             if isinstance(value, ast.AST):
@@ -47,18 +47,20 @@ def nodes(tree: ast.AST) -> list[ast.AST]:
 
 
 def place(path: Path, line: int) -> str:
-    """`file:line`, from the top of the repository."""
+    """Return `file:line`, relative to the repository."""
     return f"{path.relative_to(REPO)}:{line}"
 
 
 def named(node: ast.AST) -> set[str]:
-    """The words of what an operand is called: `self.engine.name` has engine and name."""
+    """Return the parts of an operand's name: `self.engine.name` has self, engine and name."""
     dotted = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
     return set(dotted.split("."))
 
 
 def words(node: ast.AST | None) -> set[str]:
-    """The strings that an operand consists of; none if it has anything else."""
+    """Return the strings of an operand, a literal or a collection; empty if it contains anything
+    else.
+    """
     each = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     found = {
         one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)
@@ -82,11 +84,10 @@ BUILTIN_LOOKS = {"getattr", "hasattr", "setattr", "eq"}
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
-    """(line, strings, names of what they are compared with), in whatever way a program tells a
-    string from another.
+    """Yield (line, strings, names that they are compared with) for every comparison of strings.
 
-    That is by comparisons and `in`, sets, match cases, dict keys and what is looked up by one,
-    attributes by name, and methods like startswith.
+    Comparisons include `in`, set operations, match cases, dict keys and lookups, attributes by
+    name, and methods like startswith.
     """
     for node in nodes(tree):
         match node:

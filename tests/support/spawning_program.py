@@ -1,5 +1,6 @@
-"""A program that starts its processes itself, as PyTorch's tutorials do: `python
-spawning_program.py PORT OUT`.
+"""A program that starts its own processes, as in PyTorch's tutorials.
+
+Run it as `python spawning_program.py PORT OUT`.
 """
 
 import os
@@ -16,7 +17,7 @@ WORLD = 2
 
 
 def train(rank: int, port: str, out: str) -> None:
-    """Train as one of the processes, and save what it has learned."""
+    """Train as one of the processes, and save the learned weights."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     torch.set_default_dtype(torch.float64)

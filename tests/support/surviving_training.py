@@ -1,7 +1,7 @@
-"""Run by evener launch: trains in float64 with checkpoints, loses its second device in the middle,
-and gets it back.
+"""A training for evener launch that loses its second device midway and gets it back.
 
-Nothing computes on that device while the file `dead` is there.
+It trains in float64 with checkpoints. While the file `dead` exists, nothing computes on that
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECOND = "cpu-1-of-2"
 
 
 def die(mark: Path, device: str) -> None:
-    """Once, on this device: by the signal that nobody can catch."""
+    """Kill this process, once and only on this device, with a signal that can't be caught."""
     if os.environ["EVENER_DEVICE"] == device and not mark.exists():
         mark.touch()
         dead = mark.with_name("dead")
@@ -30,7 +30,7 @@ def die(mark: Path, device: str) -> None:
 
 
 def main(folder: Path) -> None:
-    """The script of a user who names the plan; a checkpoint after every second step."""
+    """Train as a user's script would that names the plan, with a checkpoint every second step."""
     case, checkpoint = CASES[NAME], folder / "checkpoint.pt"
     split = Split("plan.toml", journal=True)
     net = model(case)
@@ -70,6 +70,6 @@ if __name__ == "__main__":
     main(Path(sys.argv[1]))
     os._exit(
         0
-        # a thread of gloo may abort a process while Python ends
+        # a gloo thread may abort the process while Python exits
         # (github.com/pytorch/pytorch/issues/190489)
     )

@@ -1,4 +1,4 @@
-"""Tables of the screens as their lines, and the first row shown."""
+"""Reads the lines of tables on the app's screens, and which row is the first one in view."""
 
 from __future__ import annotations
 

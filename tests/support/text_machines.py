@@ -1,6 +1,4 @@
-"""Devices whose passes cost what is written down, for searches over rows of unequal length: no
-devices, no probes.
-"""
+"""Simulated devices with known costs of a pass, for searches over rows of unequal length."""
 
 from __future__ import annotations
 
@@ -18,22 +16,24 @@ from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
 from evener.training.row_assignment import RowAssigner
 
-BATCHES = 8  # that a measurement of random rows takes the mean of
+BATCHES = 8  # number of batches that a measurement of random rows averages
 BASE_BYTES, TOKEN_BYTES = 1000, 10
 
 
 def lognormal(
     median: float = 64, sigma: float = 0.8, longest: int = 512, count: int = 256
 ) -> tuple[int, ...]:
-    """An even sample of lengths, rising."""
+    """Return lengths at even quantiles of a lognormal distribution, in rising order."""
     normal = NormalDist(math.log(median), sigma)
     drawn = (math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count))
     return tuple(min(longest, max(1, round(length))) for length in drawn)
 
 
 class TextMachine:
-    """`step_s` is what a step takes beside its passes; `walls` are the most padded tokens of a
-    pass.
+    """Devices that train on texts of different lengths.
+
+    `step_s` is the time of a step apart from its passes; `walls` are the largest numbers of tokens,
+    with padding, that a pass can have.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TextMachine:
         self._random = random.Random(0)
 
     def problem(self, **options: object) -> Problem:
-        """With the memory that the walls say."""
+        """Return a search problem with the memory that `walls` imply."""
         memory = tuple(BASE_BYTES + TOKEN_BYTES * wall for wall in self.walls)
         known = {"devices": len(self.costs), "memory_bytes": memory, "hosts": self.hosts}
         return msgspec.convert({**known, **options}, Problem)
@@ -63,7 +63,9 @@ class TextMachine:
     def searched(
         self, options: LayoutOptions = BALANCE, **problem: object
     ) -> tuple[Search, list[Observation]]:
-        """A whole search, and what it saw; the first children say how long the rows are."""
+        """Return a finished search and its observations; the first probes report the
+        rows' lengths.
+        """
         search, seen = Search(self.problem(**problem), options), []
         while probes := search.ask():
             for one in self.measure(probes):
@@ -74,7 +76,7 @@ class TextMachine:
         return search, seen
 
     def measure(self, probes: Iterable[Probe]) -> Iterator[Observation]:
-        """Each of them."""
+        """Measure each probe."""
         for probe in probes:
             yield self._one(probe)
 
@@ -104,7 +106,7 @@ class TextMachine:
         factor = draws.gauss(1, self.noise)
         memory = tuple(BASE_BYTES + TOKEN_BYTES * tokens if tokens else None for tokens in largest)
         step, parts = seconds * factor, tuple(part and part * factor for part in own)
-        first = step if layout.costs or layout.length else step + 1.0  # the first of a child
+        first = step if layout.costs or layout.length else step + 1.0  # the first step of a process
         return Timed(
             probe, step, step * 0.997, step * 1.003, 30, memory, parts, first, 2.0, work=works
         )
@@ -136,7 +138,7 @@ class TextMachine:
         return sum(steps) / batches + sync, parts_s, works, largest
 
     def _passes(self, layout: Layout, ranks: Sequence[RankCost]) -> dict[int, list[list[int]]]:
-        """The lengths of the rows of each device's passes in a step."""
+        """Return the row lengths of each device's passes in a step."""
         if layout.length:
             (i,) = layout.active
             return {i: [[layout.length] * layout.pass_rows[i]] * layout.passes(i)}

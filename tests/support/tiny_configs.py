@@ -1,4 +1,4 @@
-"""Tiny configurations of any of transformers' model classes: small widths, few layers and words, no
+"""Tiny configurations of transformers' model classes: narrow, few layers, few tokens, no
 dropout.
 """
 
@@ -10,9 +10,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 VOCABULARY = 99
-FIRST_SPECIAL = 80  # words from here on stand for images, audio and so on; rows have words below
+# tokens from here on stand for images, audio and so on; rows have only lower ones
+FIRST_SPECIAL = 80
 LABELS = 3
-_WHOLE = (  # (what a name matches, its value), the first that matches; a value is never made larger
+# (pattern of a name, its value); the first match counts; None: unchanged; values never grow
+_WHOLE = (
     (r"^(num_labels)$", LABELS),
     (r"vocab_size", VOCABULARY),
     (r"^(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num)$", 2),
@@ -80,7 +82,7 @@ _MISSING = {
     "head_dim": 8,
     "vocab_size": VOCABULARY,
     "prediction_length": 4,
-}  # if None
+}  # used if the value is None
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
@@ -100,7 +102,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: type[Any], labels: int = LABELS) -> Any:
-    """A configuration of this class that is as small as its names say."""
+    """Return a configuration of this class that is as small as possible."""
     made = _make(kind)
     for each in (made, getattr(made, "text_config", None) or made):
         each.num_labels = labels
@@ -111,16 +113,16 @@ def tiny_config(kind: type[Any], labels: int = LABELS) -> Any:
 
 
 def _make(kind: type[Any]) -> Any:
-    """With heads that share keys, else without, as some classes don't let them."""
+    """Make it with heads that share keys, or without, as some classes don't allow that."""
     small = shrink(kind())
     try:
         return kind(**small)
-    except Exception:  # a validator's
+    except Exception:  # raised by a validator
         return kind(**{**small, "num_key_value_heads": 4})
 
 
 def shrink(config: Any) -> dict[str, Any]:
-    """What must be said to make a small configuration of this one's class."""
+    """Return the arguments for a small configuration of the same class."""
     made: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name.startswith("_") or name in _NONE or name in ("transformers_version", "model_type"):
@@ -160,7 +162,7 @@ def _shrink_value(name: str, value: Any) -> Any:
 
 
 def shrink_whole(name: str, value: int) -> int:
-    """A whole number by its name."""
+    """Return a small integer for this name."""
     if _ZERO.search(name):
         return 0
     for pattern, small in _WHOLE:
@@ -170,7 +172,7 @@ def shrink_whole(name: str, value: int) -> int:
 
 
 def _shrink_list(name: str, values: list[int]) -> list[int]:
-    """Depths to 1, sizes by a common factor."""
+    """Shrink depths to 1, and sizes by a common factor."""
     if (
         re.search(r"depths|num_blocks|layers|blocks_per_stage|numb_of_layers", name)
         and max(values) < 64
@@ -189,7 +191,7 @@ def _shrink_list(name: str, values: list[int]) -> list[int]:
 
 
 def _shrink_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections and factors for the positions of a head: 4 of them, or a part of that."""
+    """Shrink sections and factors of rotary positions to fit heads of 8."""
     made = {
         name: _shrink_rope(each) if isinstance(each, dict) else each
         for name, each in values.items()
@@ -204,7 +206,7 @@ def _shrink_rope(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(config: Any) -> dict[str, int]:
-    """Words of their own for whatever has one beyond the vocabulary."""
+    """Return a token of its own for each special token beyond the vocabulary."""
     small = {
         "pad_token_id": 0,
         "bos_token_id": 1,

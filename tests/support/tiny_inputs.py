@@ -1,6 +1,4 @@
-"""What a tiny row of one of transformers' model classes has as its input, by the names of the
-class's forward.
-"""
+"""Tiny inputs for transformers' model classes, by the parameters of the class's forward."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Draw:
-    """Draws what one row has; `find` looks into the configuration and those nested in it."""
+    """Draws the values of one row; `find` searches the configuration and those nested in it."""
 
     def __init__(self, model: Any, row: int, dtype: torch.dtype, even: bool = False) -> None:
         self.random = torch.Generator().manual_seed(1000 + row)
@@ -42,9 +40,9 @@ class Draw:
 
 
 def find_values(config: Any, name: str) -> Iterator[Any]:
-    """The values of this name, the outer ones first."""
+    """Yield the values with this name, those of the outer configuration first."""
     own = vars(config)
-    value = getattr(config, name, None)  # also by another name
+    value = getattr(config, name, None)  # also finds aliases
     if value is not None:
         yield value
     for each in own.values():
@@ -53,7 +51,9 @@ def find_values(config: Any, name: str) -> Iterator[Any]:
 
 
 def text(draw: Draw, length: int | None = None) -> Row:
-    """Words, with a mask where the model takes one: without, rows are equally long."""
+    """Return tokens, with a mask if the model accepts one; otherwise all rows have the
+    same length.
+    """
     masked = "attention_mask" in draw.names
     size = length or (draw.length if masked else 8)
     made: Row = {"input_ids": draw.words(size)}
@@ -66,24 +66,24 @@ def text(draw: Draw, length: int | None = None) -> Row:
 
 
 def short_text(draw: Draw) -> Row:
-    """Rows of one length, for those that take no padding."""
+    """Return rows of the same length, for models that don't accept padding."""
     return text(draw, 8)
 
 
 def long_text(draw: Draw) -> Row:
-    """Rows of one length that is a multiple of whatever chunks a model computes in."""
+    """Return rows of one length that is a multiple of every model's chunk size."""
     return text(draw, 64)
 
 
 def eos_text(draw: Draw) -> Row:
-    """Text that ends with the word by which CLIP's text models find the end."""
+    """Return text with the final token by which CLIP's text models find its end."""
     made = text(draw)
     made["input_ids"][-1] = draw.find("eos_token_id", 2)
     return made
 
 
 def image(draw: Draw, size: int = 0) -> Row:
-    """Pixels of one picture."""
+    """Return the pixels of one image."""
     size = size or draw.find("image_size", 32)
     made: Row = {"pixel_values": draw.real(draw.find("num_channels", 3), size, size)}
     if "bool_masked_pos" in draw.names:
@@ -93,7 +93,7 @@ def image(draw: Draw, size: int = 0) -> Row:
 
 
 def video(draw: Draw) -> Row:
-    """Pixels of a few pictures."""
+    """Return the pixels of a few images."""
     size, frames = (
         draw.find("image_size", 32),
         draw.find("num_frames", 0) or draw.find("frames_per_clip", 4),
@@ -102,12 +102,12 @@ def video(draw: Draw) -> Row:
 
 
 def video_by_name(draw: Draw) -> Row:
-    """As `video`, where the input is called so."""
+    """Do the same as `video`, for models whose input has that name."""
     return {"pixel_values_videos": video(draw)["pixel_values"]}
 
 
 def sound(draw: Draw) -> Row:
-    """Samples, with a mask where the model takes one."""
+    """Return audio samples, with a mask if the model accepts one."""
     masked = "attention_mask" in draw.names
     size = 1600 + 160 * (draw.length if masked else 5)
     made: Row = {"input_values": draw.real(size)}
@@ -117,7 +117,7 @@ def sound(draw: Draw) -> Row:
 def spectrum(
     draw: Draw, frames: int = 0, turned: bool = False, name: str = "input_features"
 ) -> Row:
-    """Frames of a spectrum."""
+    """Return the frames of a spectrogram."""
     bands = next(
         (
             draw.find(each, 0)
@@ -133,17 +133,17 @@ def spectrum(
 
 
 def whisper(draw: Draw) -> Row:
-    """As many frames as the encoder has places for, two for each."""
+    """Return a spectrogram with two frames for each position of the encoder."""
     return spectrum(draw, 2 * draw.find("max_source_positions", 50), turned=True)
 
 
 def picture_of_sound(draw: Draw) -> Row:
-    """A spectrum in the place of a sound."""
+    """Return a spectrogram as the audio input."""
     return spectrum(draw, draw.find("max_length", 64), name="input_values")
 
 
 def past(draw: Draw) -> Row:
-    """A series of figures and what follows."""
+    """Return a time series and the values that follow it."""
     channels, length = draw.find("num_input_channels", 1), draw.find("context_length", 32)
     made: Row = {"past_values": draw.real(length, channels)}
     if "future_values" in draw.names:
@@ -152,18 +152,18 @@ def past(draw: Draw) -> Row:
 
 
 def text_and_image(draw: Draw) -> Row:
-    """A pair."""
+    """Return a text and an image."""
     return {**eos_text(draw), **image(draw)}
 
 
 def choices(draw: Draw) -> Row:
-    """Two texts of one length."""
+    """Return two texts of the same length."""
     one, other = text(draw), text(draw)
     return {name: torch.stack((value, other[name])) for name, value in one.items()}
 
 
 def picked(name: str) -> Callable[[Draw], Row]:
-    """Some rows that only few classes take."""
+    """Return a function that draws rows which only a few classes accept."""
     return {
         "image 64": lambda draw: image(draw, 64),
         "image 128": lambda draw: image(draw, 128),
@@ -177,13 +177,13 @@ def picked(name: str) -> Callable[[Draw], Row]:
 
 
 def by_kind(name: str) -> Callable[[Draw], Row]:
-    """The function that draws rows of this kind."""
+    """Return the function that draws rows of this kind."""
     found: Any = globals().get(name.replace(" ", "_"))
     return found if callable(found) else picked(name)
 
 
 def input_kinds(model: Any) -> list[str]:
-    """What may be the inputs of a model, the likeliest first."""
+    """Return the kinds of inputs that a model may accept, the likeliest first."""
     name, names = type(model).__name__, set(inspect.signature(type(model).forward).parameters)
     main, found = getattr(model, "main_input_name", "input_ids"), []
     if name.endswith("MultipleChoice"):

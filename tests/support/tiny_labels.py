@@ -1,6 +1,4 @@
-"""What a tiny row of one of transformers' model classes has as its label: every kind that such a
-class takes.
-"""
+"""Tiny labels for transformers' model classes, of every kind that one of them accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ IGNORED = -100
 
 
 def _tokens(draw: Draw, row: Row) -> Row:
-    """The words themselves, without those at the start."""
+    """Return the input tokens as labels, ignoring those at the start."""
     labels = row["input_ids"].clone()
     labels[..., : int(draw.whole(1, high=4)) + 1] = IGNORED
     return {"labels": labels}
@@ -93,7 +91,7 @@ LABEL_KINDS: dict[str, Callable[[Draw, Row], Row]] = {
     "target class": lambda draw, _: {"target_values": draw.whole()},
     "target figure": lambda draw, _: {"target_values": draw.real(draw.find("num_targets", 1))},
 }
-_BY_NAME = (  # the likeliest labels of a class
+_BY_NAME = (  # the likeliest labels of a class, by its name
     (r"QuestionAnswering", ("span", "class", "several classes", "target")),
     (r"PreTraining$", ("next sentence", "sentence order", "masked tokens", "none")),
     (r"MaskedLM|LMHead$", ("masked tokens", "tokens")),
@@ -127,7 +125,7 @@ _OTHERWISE = (
 
 
 def label_kinds(model: Any) -> list[str]:
-    """What may be the labels of a model, the likeliest first."""
+    """Return the kinds of labels that a model may accept, the likeliest first."""
     named = [
         kind
         for pattern, kinds in _BY_NAME

@@ -1,4 +1,6 @@
-"""Tiny models of transformers' classes that have a loss, and rows for them, found by trying."""
+"""Tiny models of all transformers classes with a loss, and rows for them, found by trial
+and error.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ from tests.support.tiny_labels import label_kinds
 from tests.support.tiny_rows import Recipe, Rows, UnfitError, collate
 
 MOST_PARAMETERS = 8_000_000
-SECONDS = 2.0  # of tries for each precision
+SECONDS = 2.0  # to try rows of each precision
 SEED = 5
 TAUGHT = ("labels", "return_loss", "start_positions", "future_values", "target_values")
 
 
 class NotTinyError(Exception):
-    """A class that no small model, or no rows, were found for: why."""
+    """No small model or no rows were found for a class; has the reason."""
 
 
 def has_loss(kind: Any) -> bool:
-    """Whether its forward takes labels, or computes a loss by itself."""
+    """Return whether its forward accepts labels or computes a loss without them."""
     names = inspect.signature(kind.forward).parameters
     return (
         any(name in TAUGHT or name.endswith(("_labels", "_label")) for name in names)
@@ -41,7 +43,7 @@ def has_loss(kind: Any) -> bool:
 
 
 def classes_with_loss() -> Iterator[str]:
-    """The names of transformers' model classes that have one."""
+    """Yield the names of transformers' model classes that have a loss."""
     for name in sorted(dir(transformers)):
         if not name[0].isupper() or name.endswith("PreTrainedModel"):
             continue
@@ -53,7 +55,7 @@ def classes_with_loss() -> Iterator[str]:
 
 
 def make_model(name: str, dtype: str = "float64") -> Any:
-    """A tiny model of this class, without dropout; BatchNorm keeps its statistics."""
+    """Return a tiny model of this class, without dropout and with constant BatchNorm statistics."""
     try:
         with torch.device("meta"):
             size = sum(tensor.numel() for tensor in _build(name).parameters())
@@ -63,7 +65,7 @@ def make_model(name: str, dtype: str = "float64") -> Any:
         model = _build(name)
     except NotTinyError:
         raise
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # model code may raise anything
         raise NotTinyError(f"configuration: {_shorten(error)}") from None
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -78,19 +80,19 @@ def make_model(name: str, dtype: str = "float64") -> Any:
 
 def _build(name: str) -> Any:
     kind = getattr(transformers, name)
-    # where an answer begins, and where it ends
+    # the start and the end of an answer
     labels = 2 if name.endswith("ForQuestionAnswering") else LABELS
     config = tiny_config(kind.config_class, labels)
     for each in (
         config,
         *(each for each in vars(config).values() if isinstance(each, PreTrainedConfig)),
     ):
-        each._experts_implementation = "eager"  # others compute in float32 or less
+        each._experts_implementation = "eager"  # other implementations compute in float32 or less
     return kind(config)
 
 
 class Wide(TorchFunctionMode):
-    """Computes in float64 where the code says float32."""
+    """Replaces float32 in a model's code by float64."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -106,7 +108,7 @@ class Wide(TorchFunctionMode):
 
 
 def widen(model: Any) -> Any:
-    """The model without the float32 that it computes in by itself."""
+    """Return the model with its explicit float32 computations in float64."""
     own = model.forward
 
     @wraps(own)
@@ -119,8 +121,9 @@ def widen(model: Any) -> Any:
 
 
 def try_recipe(model: Any, recipe: Recipe, rows: int = 5) -> None:
-    """Raises LookupError where these rows give the model no loss to learn from; or whatever the
-    model raises.
+    """Train the model on these rows, and raise LookupError if there is no loss to learn from.
+
+    It may also raise whatever the model raises.
     """
     outputs = model(**collate(Rows(model, recipe, rows).rows))
     loss: Any = outputs.get("loss")
@@ -136,7 +139,7 @@ def _stay(module: Any, mode: bool = True) -> Any:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Rows for which the class has a loss, of float64 where it can."""
+    """Return rows for which the class has a loss, in float64 if possible."""
     seen: list[str] = []
     for dtype in ("float64", "widened", "float32"):
         model = make_model(name, dtype).train()
@@ -147,7 +150,7 @@ def find_recipe(name: str) -> Recipe:
                 try_recipe(model, recipe)
             except UnfitError:
                 continue
-            except Exception as error:  # whatever a model's code raises
+            except Exception as error:  # model code may raise anything
                 seen.append(_shorten(error))
             else:
                 return recipe

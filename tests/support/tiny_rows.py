@@ -1,4 +1,4 @@
-"""Tiny rows for any of transformers' model classes, and their collator."""
+"""Tiny rows for any of transformers' model classes, and a collate function for them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.utils.data import Dataset
 from tests.support.tiny_inputs import Draw, Row, by_kind
 from tests.support.tiny_labels import IGNORED, LABEL_KINDS
 
-# what stands behind a row's end, where it isn't 0
+# padding values that aren't 0
 PADDED = {"labels": IGNORED, "mc_labels": IGNORED}
 CONSTANT = {"return_loss", "interpolate_pos_encoding"}
 
 
 class UnfitError(Exception):
-    """These rows have names that the model's forward doesn't take."""
+    """The rows have names that the model's forward doesn't accept."""
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What the rows of a class are made of."""
+    """Which inputs and labels the rows of a class have."""
 
     inputs: str
     labels: str
     dtype: str = "float64"  # float64, widened (see tiny_models) or float32
-    even: bool = False  # rows of one length
+    even: bool = False  # all rows have the same length
 
 
 class Rows(Dataset[Row]):
-    """Rows of a recipe."""
+    """The rows that a recipe describes."""
 
     def __init__(self, model: Any, recipe: Recipe, rows: int) -> None:
         dtype, names = (
@@ -57,7 +57,7 @@ class Rows(Dataset[Row]):
 
 
 def collate(rows: list[Row]) -> Row:
-    """Rows as one batch, each name padded to its longest."""
+    """Combine rows into a batch, and pad each name to its longest value."""
     return {name: _stack(name, [row[name] for row in rows]) for name in rows[0]}
 
 
@@ -72,7 +72,7 @@ def _stack(name: str, values: list[Any]) -> Any:
 
 
 def _pad(values: list[torch.Tensor], filled: int) -> torch.Tensor:
-    """To the largest size of each dimension."""
+    """Pad and stack values to the largest size in each dimension."""
     shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
     made = values[0].new_full((len(values), *shape), filled)
     for place, value in zip(made, values, strict=True):

@@ -1,5 +1,5 @@
-"""Losses, loaders and batches as users take them, with which ranks learn what one process
-learns.
+"""Losses, loaders and batches as users write them, which ranks must learn exactly as one process
+does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.torch_program_parts import (
 
 @exact
 def contrastive(given: Given) -> Weights:
-    """In-batch negatives with a learned temperature, as CLIP has them."""
+    """In-batch negatives with a learned temperature, as in CLIP."""
 
     class Towers(nn.Module):
         def __init__(self) -> None:
@@ -58,8 +58,9 @@ def contrastive(given: Given) -> Weights:
 
 @exact
 def contrastive_by_own_rows(given: Given) -> Weights:
-    """Each rank compares its own rows with all, beside a mean over its rows; by either way of
-    weighing.
+    """Each rank compares its own rows with all rows, and adds a mean over its rows.
+
+    Both ways of weighting are tested.
     """
     ended = []
     for weigh in ("gradients", "loss"):
@@ -78,7 +79,7 @@ def contrastive_by_own_rows(given: Given) -> Weights:
 
 @exact
 def triplets(given: Given) -> Weights:
-    """The hardest positive and negative of the whole batch for each row."""
+    """Uses the hardest positive and negative in the whole batch for each row."""
     split = given.split()
     model = split.wrap(network(4))
     optimizer = sgd(model)
@@ -97,7 +98,7 @@ def triplets(given: Given) -> Weights:
 
 @exact
 def two_loaders(given: Given) -> Weights:
-    """As long as each other, in one backward pass."""
+    """Two loaders of the same length, with one backward pass for both."""
     split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -112,7 +113,7 @@ def two_loaders(given: Given) -> Weights:
 
 @exact
 def two_loaders_a_backward_pass_each(given: Given) -> Weights:
-    """One is longer than the other."""
+    """Two loaders of different lengths, with a backward pass for each."""
     split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -129,7 +130,7 @@ def two_loaders_a_backward_pass_each(given: Given) -> Weights:
 
 @exact
 def two_batches_before_their_backward_passes(given: Given) -> Weights:
-    """Of two models, whose batches weigh differently at the end of an epoch."""
+    """Two models, whose batches have different sizes at the end of an epoch."""
     split = given.split()
     models = split.wrap(network()), split.wrap(network())
     optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], 0.2)
@@ -158,7 +159,9 @@ def the_next_batch_early(given: Given) -> Weights:
 
 @exact
 def the_next_batch_early_over_the_ends_of_epochs(given: Given) -> Weights:
-    """An epoch's last batch, of fewer rows, is computed after the next epoch's first was taken."""
+    """Fetches the first batch of an epoch before it trains on the short last one of the epoch
+    before.
+    """
     split = given.split()
     model, loader = split.wrap(network()), split.loader(given.rows)
     train(model, early(chain(loader, loader, loader)))
@@ -187,7 +190,7 @@ def one_batch_for_long(given: Given) -> Weights:
 
 @exact
 def batches_skipped(given: Given) -> Weights:
-    """The first ones, and the rows of the others are changed before the model gets them."""
+    """Skips the first batches, and changes the rows of the others before the model gets them."""
     split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -200,7 +203,7 @@ def batches_skipped(given: Given) -> Weights:
 
 @exact
 def validation_within_steps(given: Given) -> Weights:
-    """One that goes on from step to step, and forgets no_grad."""
+    """Validates one batch in each step, without no_grad."""
     split = given.split()
     model = split.wrap(network())
     held_out = split.loader(Subset(given.rows, range(13)), training=False)
@@ -217,7 +220,7 @@ def validation_within_steps(given: Given) -> Weights:
 
 @exact
 def predictions_after_the_loop(given: Given) -> Weights:
-    """Of all rows, by a loop that forgets no_grad, and over the training loader."""
+    """Predicts all rows without no_grad, also by looping over the training loader."""
     split = given.split()
     model, loader = split.wrap(network()), split.loader(given.rows)
     train(model, loader)
@@ -230,8 +233,9 @@ def predictions_after_the_loop(given: Given) -> Weights:
 
 @exact
 def metrics(given: Given) -> Weights:
-    """Rows are counted once, without a cut in validation, by gather in training; a confusion matrix
-    by total.
+    """Counts each row once: without trimming in validation, with gather in training.
+
+    It sums a confusion matrix with total.
     """
     split = given.split()
     model = split.wrap(network())
@@ -256,7 +260,7 @@ def an_order_by_a_sampler(given: Given) -> Weights:
         1.0 + torch.arange(len(given.rows)), len(given.rows)
     )
     model, loader = split.wrap(network()), split.loader(given.rows, order=drawn)
-    torch.manual_seed(split.rank)  # ranks whose random numbers differ draw the same given.rows
+    torch.manual_seed(split.rank)  # ranks draw the same order even if their random numbers differ
     optimizer = sgd(model)
     for _ in range(2):
         train(model, loader, optimizer)
@@ -269,7 +273,7 @@ def an_order_by_a_sampler(given: Given) -> Weights:
 
 @exact
 def an_order_by_the_epoch(given: Given) -> Weights:
-    """Buckets: neighbours in one column are neighbours in the order."""
+    """Sorts rows by a column that depends on the epoch."""
     split = given.split()
 
     def order(epoch: int) -> list[int]:
@@ -306,7 +310,7 @@ def weighed_by_the_loss(given: Given) -> Weights:
 
 @exact
 def sharded_parameters(given: Given) -> Weights:
-    """FSDP2, wrapped and not."""
+    """FSDP2 models, wrapped by the split and not."""
     split = given.split(weigh="loss")
     ended = []
     for wrap in (True, False):
@@ -320,7 +324,7 @@ def sharded_parameters(given: Given) -> Weights:
 
 @exact
 def a_mean_over_tokens(given: Given) -> Weights:
-    """The remedy for a loss that the model would compute itself: split.loss outside of it."""
+    """Computes the loss outside of the model, with split.loss, as users are told to."""
     split = given.split()
     model = split.wrap(network())
     optimizer = sgd(model)

@@ -1,4 +1,4 @@
-"""Training loops as users write them, which learn what one process learns."""
+"""Training loops as users write them, which ranks must learn exactly as one process does."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plain(given: Given) -> Weights:
 
 @exact
 def gan(given: Given) -> Weights:
-    """The generator's noise is a function of the rows, as one process and several can't draw the
-    same.
+    """A GAN whose noise is computed from the rows, as ranks can't draw one process's random
+    numbers.
     """
     split = given.split()
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
@@ -53,8 +53,10 @@ def gan(given: Given) -> Weights:
 
 
 def play_in_passes(given: Given, detached: bool) -> Weights:
-    """The same by parts; the critic's turn has the generator compute without gradients, or only
-    cuts them off.
+    """Train the same GAN in passes.
+
+    For the critic, the generator computes without gradients or, with `detached`, its output is
+    detached.
     """
     split = given.split_in_passes()
     generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
@@ -86,7 +88,9 @@ def gan_in_passes_whose_gradients_are_only_cut_off(given: Given) -> Weights:
 
 
 def search(given: Given, mean: bool, **options: Any) -> Weights:
-    """By LBFGS, whose closure returns the whole batch's loss, or the rank's own."""
+    """Train with L-BFGS, whose closure returns the loss of the whole batch or of the
+    rank's rows.
+    """
     split = given.split()
     model = split.wrap(network())
     optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2, **options)
@@ -139,7 +143,7 @@ def wrap_of_a_compiled_ddp(given: Given) -> Weights:
 
 @exact
 def wrap_of_a_ddp(given: Given) -> Weights:
-    """As accelerate's prepare gives it."""
+    """Wraps a DDP model, as accelerate's prepare returns it."""
     return compiled(given, lambda split, net: split.wrap(own_ddp(split, net)))
 
 
@@ -175,7 +179,7 @@ def ema(given: Given) -> Weights:
 
 @exact
 def lora(given: Given) -> Weights:
-    """A frozen base with two small layers beside it."""
+    """A frozen base with a low-rank adapter of two layers."""
     split = given.split()
 
     class Adapted(nn.Module):
@@ -220,7 +224,7 @@ def resume_under_other_shares(given: Given) -> Weights:
     resumed = again.loader(given.rows)
     resumed.load_state_dict(loader.state_dict())
     next(iter(split.loader(given.rows)), None)
-    iter(resumed)  # an iterator that is never used takes nothing
+    iter(resumed)  # an iterator that is never used takes no batch
     left = [len(resumed)]
     train(model, resumed, optimizer)
     train(model, resumed, optimizer)
@@ -251,9 +255,7 @@ def wrapped_again_and_again(given: Given) -> Weights:
 
 @exact
 def a_batch_that_grows(given: Given) -> Weights:
-    """Another Split with another global batch: of the same module, and of what the first one
-    wrapped.
-    """
+    """Wraps the model again with a Split of a larger global batch, bare and already wrapped."""
     net = network()
     for times in (1, 2):
         split = given.split(times)
@@ -267,7 +269,7 @@ def a_batch_that_grows(given: Given) -> Weights:
 
 @exact
 def after_the_loop(given: Given) -> Weights:
-    """Gradients of the bare model are left alone, on a rank without rows too."""
+    """Later gradients of the bare model aren't changed, even on a rank without rows."""
     split, net = given.split(), network()
     model = split.wrap(net)
     train(model, split.loader(given.rows))

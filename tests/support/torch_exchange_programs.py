@@ -1,6 +1,4 @@
-"""Models and loops that make gradients come late, twice, not at all or elsewhere than where they
-were.
-"""
+"""Models and loops whose gradients come late, twice, not at all, or in other memory."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.support.torch_program_parts import (
 
 
 class Block(nn.Module):
-    """A layer twice, perhaps recomputed in the backward pass."""
+    """Uses one layer twice, and may recompute it in the backward pass."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ def a_shared_layer(given: Given) -> Weights:
 
 @exact
 def a_shared_layer_in_reentrant_checkpoints(given: Given) -> Weights:
-    """Its gradient comes in two parts, in backward passes within the backward pass."""
+    """Its gradient comes in two parts, from backward passes nested in the backward pass."""
     return given.fit(Block("reentrant"), plain, bucket_cap_mb=0.0001)
 
 
@@ -74,7 +72,9 @@ def a_shared_layer_in_checkpoints(given: Given) -> Weights:
 
 @refused("second gradient in one backward pass")
 def a_shared_layer_in_reentrant_checkpoints_later(given: Given) -> Weights:
-    """Buckets go early by then: it comes when part of its gradient is on its way."""
+    """The second part comes when the first is already being exchanged, as buckets are sent early by
+    then.
+    """
     block, seen = Block(""), []
 
     def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
@@ -86,8 +86,8 @@ def a_shared_layer_in_reentrant_checkpoints_later(given: Given) -> Weights:
 
 
 class Drifting(nn.Module):
-    """Some steps change buffers, otherwise on each rank: the first rank's count from the next step
-    on.
+    """Changes its buffers in some steps, differently on each rank; those of the first rank are
+    right.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def a_module_of_buffers_that_is_added_later(given: Given) -> Weights:
 
 @exact
 def weights_in_other_memory(given: Given) -> Weights:
-    """The loop replaces `weight.data`, also by memory in another order."""
+    """Replaces `weight.data`, also by a tensor with another memory layout."""
 
     def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         plain(loop, inputs, labels)
@@ -210,7 +210,7 @@ def truths_that_change_unseen(given: Given) -> Weights:
 
 @exact
 def a_buffer_of_a_graph_that_is_kept(given: Given) -> Weights:
-    """A sum between two backward passes of one forward pass leaves it as it is."""
+    """A buffer that the kept graph uses must not change between its two backward passes."""
 
     def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         loop.optimizer.zero_grad()
@@ -233,7 +233,7 @@ def a_buffer_of_a_graph_that_is_kept(given: Given) -> Weights:
 
 
 class Experts(nn.Module):
-    """Each kind of row has a layer; one layer is never used, and ranks use different ones."""
+    """Has a layer for each kind of row; ranks use different layers, and one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def gradients_that_are_never_dropped(given: Given) -> Weights:
 
 @exact
 def gradients_of_ones_own(given: Given) -> Weights:
-    """Set to new tensors before the backward pass, as some optimizers do."""
+    """Sets gradients to new tensors before the backward pass, as some optimizers do."""
 
     def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         for each in loop.model.parameters():
@@ -314,7 +314,7 @@ def gradients_of_ones_own(given: Given) -> Weights:
 
 @exact
 def a_window_that_is_dropped(given: Given) -> Weights:
-    """Gradients of a first pass are thrown away before they are exchanged."""
+    """Discards the gradients of a first pass before they are exchanged."""
     split = given.split()
     model = split.wrap(network())
     optimizer = adamw(model)
@@ -341,7 +341,7 @@ def two_backward_passes_of_one_forward_pass(given: Given) -> Weights:
 
 
 class Answer:
-    """What hides its tensors."""
+    """An object that hides its tensors from PyTorch."""
 
     def __init__(self, scores: torch.Tensor) -> None:
         self.scores = scores
