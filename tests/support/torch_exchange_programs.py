@@ -365,7 +365,7 @@ def outputs_that_hide_their_tensors(given: Given) -> Weights:
 
 
 class Mixed(nn.Module):
-    """Layers of two types, one of them frozen."""
+    """Layers of two dtypes, one of which is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ def a_group_of_the_users_own(given: Given) -> Weights:
 
 @exact
 def the_model_itself_is_not_exchanged_between_steps(given: Given) -> Weights:
-    """A backward pass through the bare model is the loop's own, in the middle of a training too."""
+    """A backward pass through the bare model isn't exchanged, even in the middle of a training."""
     split, net = given.split(), network()
     model = split.wrap(net)
     optimizer = adamw(model)
@@ -431,7 +431,7 @@ def the_model_itself_is_not_exchanged_between_steps(given: Given) -> Weights:
 
 @exact
 def hooks_of_a_model_in_the_users_own_wrapper(given: Given) -> Weights:
-    """Its output goes through the hooks that the loop registered on the model itself."""
+    """Hooks that the loop registered on the model itself see its outputs."""
     split, net = given.split(), network().double()
     net.register_forward_hook(lambda _module, _inputs, output: 3 * output)
     model = split.wrap(nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net)

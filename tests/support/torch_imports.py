@@ -1,7 +1,8 @@
-"""What PyTorch imports at an optimizer's first step, as it compiles, and as an agent starts: ranks
-are forked from it.
+"""Imports what PyTorch imports late: at the first optimizer step, compilation, or start of an
+agent.
 
-Each of them would import it for itself, 1 to 2 s of CPU.
+Ranks are forked from a process with these imports. Each of them would otherwise spend 1 to 2 s of
+CPU time on them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.export._trace
 import torch.nn.attention.flex_attention
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-# an agent looks through the source of all modules for the name of each record: seconds where many
-# are imported
+# an agent searches the source of all modules for each record's name: that takes seconds with many
+# imports
 dynamic_rendezvous.get_method_name = lambda *_: "no_method_name"
 
-# what the compiler makes as it compiles for the first time
+# what the compiler creates when it compiles for the first time
 torch.compile(lambda rows: rows + 1, backend="eager")(torch.ones(1))

@@ -1,5 +1,7 @@
-"""Loops over data sets that hold each row as a tensor, which a collate function only puts into
-lists: old batches' tensors then live as long as the data set.
+"""Loops over data sets that keep each row as a tensor, with a collate function that only makes
+lists.
+
+The tensors of old batches then live as long as the data set.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ EPOCHS = 4
 
 
 class Kept(Dataset[Any]):
-    """Rows that are the same objects each time, or views of one tensor that are made anew."""
+    """Rows that are the same tensors each time, or new views of one tensor."""
 
     def __init__(self, rows: TensorDataset, views: bool = False) -> None:
         inputs, self.labels = rows.tensors
@@ -41,12 +43,12 @@ class Kept(Dataset[Any]):
 
 
 def as_lists(rows: Any) -> Any:
-    """torchvision's collate function for detection."""
+    """The collate function that torchvision uses for detection."""
     return tuple(zip(*rows, strict=True))
 
 
 class Detector(nn.Module):
-    """Takes lists, and returns its loss."""
+    """A model that takes lists and returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ def kept_rows_with_the_next_batch_early(given: Given) -> Weights:
 
 @exact
 def kept_rows_over_the_ends_of_epochs(given: Given) -> Weights:
-    """The first batch of an epoch is taken before the last one of the epoch before is computed."""
+    """Fetches the first batch of an epoch before it computes the last one of the epoch before."""
     split = given.split()
     model, loader = (
         split.wrap(Detector()),
@@ -120,7 +122,7 @@ def kept_rows_that_the_loop_stacks(given: Given) -> Weights:
 
 @exact
 def kept_rows_that_are_validated_between(given: Given) -> Weights:
-    """Training rows are also validated on, as the same objects."""
+    """Validates on the training rows too, which are the same objects."""
     split, data = given.split(), Kept(given.rows)
     model, loader = split.wrap(Detector()), split.loader(data, seed=0, collate_fn=as_lists)
     held_out = split.loader(data, shuffle=False, training=False, collate_fn=as_lists)
@@ -135,7 +137,7 @@ def kept_rows_that_are_validated_between(given: Given) -> Weights:
 
 @exact
 def kept_rows_beside_another_loader(given: Given) -> Weights:
-    """Labelled rows and others of the same data set, each from a loader, in one loop."""
+    """Loops over two loaders at once: labelled rows and other rows of the same data set."""
     split, data = given.split(), Kept(given.rows)
     model = split.wrap(Detector())
     loaders = [split.loader(data, seed=seed, collate_fn=as_lists) for seed in (0, 1)]

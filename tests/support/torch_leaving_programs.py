@@ -1,4 +1,7 @@
-"""Ranks of which one ends while the other trains; run as a script, it is such a rank: HOW WAY."""
+"""Ranks of which one ends early while the other goes on training.
+
+As a script, with how it ends and by which trainer as arguments (HOW WAY), it is such a rank.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Raise(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Some layers, with or without an error behind their backward pass."""
+    """A few layers, whose backward pass may raise an error at its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Net(nn.Module):
 
 
 def end(how: str, net: Net) -> None:
-    """End this rank."""
+    """End this rank in the given way."""
     if how == "raises":
         raise OSError("No space left on device")
     if how == "exits":
@@ -59,7 +62,7 @@ def end(how: str, net: Net) -> None:
 
 
 def train(how: str) -> None:
-    """A loop that the second rank leaves."""
+    """Train in a loop that the second rank leaves early."""
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(Net())
     for number, (rows,) in enumerate(
@@ -73,7 +76,7 @@ def train(how: str) -> None:
 
 
 def train_in_lightning(how: str) -> None:
-    """As `train`, in Lightning."""
+    """Train the same with Lightning."""
     import lightning as L  # noqa: N812 - the name that its documentation uses
 
     split = Split(ratios=[1, 1], global_batch=16)
@@ -102,8 +105,9 @@ def train_in_lightning(how: str) -> None:
 
 
 def wait_for(folder: Path, rank: int, how: str) -> None:
-    """What the first rank ends with as it waits for one that has left, or goes on without it; gloo
-    plays NCCL.
+    """Save what the first rank prints, and its exit code, when the second one has left.
+
+    It waits for that one, or goes on without it; gloo takes the place of NCCL.
     """
     torch.set_num_threads(1)
     split, said = Split(ratios=[1, 1], global_batch=4), list[str]()
@@ -113,7 +117,7 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
     if rank:
         known.note("OSError: No space left on device" if how == "raises" else "")
         torch.save(said, folder / "1.pt")
-        with suppress(RuntimeError):  # the store goes with the first rank
+        with suppress(RuntimeError):  # the store ends with the first rank
             dist.distributed_c10d._get_default_store().wait(["over"])
         return
 

@@ -1,6 +1,6 @@
-"""Programs that train on rows of unequal length learn what a plain loop learns.
+"""Programs that train on rows of unequal length, and must learn the same as a plain loop.
 
-Rows are assigned by cost or by ratios.
+Rows are assigned to ranks by cost or by ratios.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 class Texts(Dataset[Any]):
-    """Rows of lognormal length; a row is its number and its words."""
+    """Rows of lognormal length; each is its number and its tokens."""
 
     def __init__(self, rows: int, sigma: float = 1.0) -> None:
         drawn = torch.Generator().manual_seed(rows)
@@ -43,7 +43,7 @@ class Texts(Dataset[Any]):
 
 
 def collate(rows: list[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Padded to the longest of these rows; the labels are the next words."""
+    """Pad rows to the longest of them; the labels are the next tokens."""
     words = nn.utils.rnn.pad_sequence([words for _, words in rows], batch_first=True)
     labels = nn.utils.rnn.pad_sequence(
         [words[1:] for _, words in rows], batch_first=True, padding_value=IGNORED
@@ -56,7 +56,9 @@ def collate(rows: list[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class Decoder(nn.Module):
-    """The next word from the mean of those so far, which padding behind them doesn't change."""
+    """Predicts the next token from the mean of those so far, so padding after them has
+    no effect.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ def decoder() -> nn.Module:
 def cost_split(
     shares: tuple[int, ...], weigh: Any = "gradients", tokens: int = 0, times: int = 2
 ) -> Split:
-    """By a plan whose devices are as fast as `shares` say, of several times their rows."""
+    """Return a split for devices with speeds like `shares`, with `times` as many rows."""
     plan, total = example_plan(shares), sum(shares)
     costs = (Cost(20 / share, 1 / share, 0.01 / share) for share in shares)
     devices = tuple(
@@ -115,7 +117,7 @@ def finish(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain_epoch(model: Any, optimizer: Any, loader: Any, accumulate: int) -> list[float]:
-    """What one process does that knows nothing of lengths."""
+    """Train an epoch in one process that ignores lengths."""
     losses: list[float] = []
     for batch in loader:
         loss = mean_loss(model(batch["words"]), batch["labels"])
@@ -135,7 +137,7 @@ def dealt_epoch(
     steps: int = 99,
     accumulate: int = 1,
 ) -> list[float]:
-    """The same by parts; `seen` counts how often each row is computed."""
+    """Train the same epoch by parts; `seen` counts how often each row is computed."""
     losses: list[float] = []
     for batch in loader:
         total = torch.tensor(0.0, dtype=torch.float64)
@@ -155,8 +157,9 @@ def dealt_epoch(
 def trained(
     split: Split, rows: int, resume: tuple[int, ...] = (), accumulate: int = 1
 ) -> list[torch.Tensor]:
-    """Weights and losses after some epochs, and how often each row was computed; `resume` in
-    mid-epoch by others.
+    """Return weights and losses after some epochs, and how often each row was computed.
+
+    With `resume`, a split with these shares resumes the training in mid-epoch.
     """
     texts, losses, seen = Texts(rows), [], torch.zeros(rows, dtype=torch.int64)
     bare = decoder()
@@ -181,7 +184,7 @@ def trained(
 
 @exact
 def texts_by_cost(given: Given) -> Weights:
-    """The last of 25 rows is a batch of its own, in which the other ranks keep step."""
+    """The last of 25 rows is a batch of its own, for which the other ranks have no rows."""
     return trained(cost_split(given.shares, times=5), len(given.rows))
 
 
@@ -202,7 +205,7 @@ def texts_resumed_under_other_shares(given: Given) -> Weights:
 
 @exact
 def texts_by_ratios_without_parts(given: Given) -> Weights:
-    """One pass on each rank, and the loss over all ranks' tokens; two batches are accumulated."""
+    """Computes one pass on each rank and a loss over all ranks' tokens; accumulates two batches."""
     split, texts = given.split(), Texts(len(given.rows))
     model = split.wrap(decoder())
     optimizer = optimizer_of(model)
@@ -217,7 +220,7 @@ def texts_by_ratios_without_parts(given: Given) -> Weights:
 
 @exact
 def rows_of_one_length(given: Given) -> Weights:
-    """The batches are those without lengths."""
+    """Batches are the same as without lengths."""
     split = given.split()
     assigned = [inputs for inputs, _ in split.loader(given.rows, lengths=[7] * len(given.rows))]
     plain = [inputs for inputs, _ in split.loader(given.rows)]
@@ -257,7 +260,8 @@ def lengths_that_ranks_have_apart(given: Given) -> Weights:
 def texts_by_cost_with_statistics_of_all_ranks(given: Given) -> Weights:
     split, texts = cost_split(given.shares, "loss"), Texts(len(given.rows))
     for batch in split.loader(texts, lengths=texts.lengths, collate_fn=collate):
-        next(split.parts(batch, models=[nn.SyncBatchNorm(WORDS)]))  # a CPU can't wrap it
+        # a CPU can't wrap it in DistributedDataParallel
+        next(split.parts(batch, models=[nn.SyncBatchNorm(WORDS)]))
     return []
 
 

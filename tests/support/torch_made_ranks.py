@@ -1,5 +1,5 @@
-"""Real ranks whose loops do what made-up trainings do: slow data, pauses, an exchange, and a rank
-that hangs.
+"""Real ranks that do what tests/support/made_trainings.py invents: wait for data, pause,
+or hang.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _SlowRows(torch.utils.data.Dataset):
 
 
 def paused(folder: Path, rank: int) -> None:
-    """Rank 1 pauses in each step: for data, at its own work, before the optimizer's step, after
-    it.
+    """Train with pauses on rank 1: for data, in its own work, before or after the
+    optimizer's step.
     """
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
@@ -66,8 +66,8 @@ def _end(split: Split) -> Any:
 
 
 def held(folder: Path, rank: int) -> None:
-    """Rank 1 stays in its own work, between two steps, then stopped; what rank 0 sees of both
-    then.
+    """Let rank 1 hang in its own work, between two steps or stopped, and save what rank 0 sees of
+    both.
     """
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT, live.WATCH_SECONDS, live.LATE_SECONDS = (
@@ -81,7 +81,7 @@ def held(folder: Path, rank: int) -> None:
 
 
 def _hold(folder: Path, rank: int, where: str) -> Any:
-    """Rank 0 looks from a process of its own, as it hangs itself."""
+    """Train until rank 1 hangs; a separate process watches for rank 0, which then hangs too."""
     split = Split(ratios=(1, 1), global_batch=8)
     model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -100,7 +100,7 @@ def _hold(folder: Path, rank: int, where: str) -> Any:
 
 
 def _stay(folder: Path, where: str, here: bool) -> None:
-    """Until it was seen."""
+    """Hang until the watching process has seen it."""
     if here and where == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -110,8 +110,9 @@ def _stay(folder: Path, where: str, here: bool) -> None:
 
 
 def _watch(path: Path, where: str) -> int:
-    """A process that writes what live files say of both ranks once the other waits, and lets a
-    stopped rank go on.
+    """Start a process that saves the live files of both ranks once rank 0 waits.
+
+    It lets a stopped rank continue.
     """
     if child := os.fork():
         return child

@@ -1,5 +1,5 @@
-"""Losses that meet other ranks themselves, on two ranks of which the second one runs out of
-memory.
+"""Losses that call collective operations themselves, on two ranks; the second runs out
+of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 
 WIDTH, STEPS = 4, 4
-CASES = {  # where its memory runs out, in the first step
+CASES = {  # in the first step, where its memory runs out
     "before the loss counts": ("forward", 0),
     "after the loss counts": ("backward", 1),
     "two steps before the loss counts": ("forward", 0),
@@ -32,7 +32,7 @@ CASES = {  # where its memory runs out, in the first step
 
 
 class MeanOverRanks(torch.autograd.Function):
-    """As SyncBatchNorm takes it."""
+    """Subtracts a mean over all ranks' rows, like SyncBatchNorm."""
 
     @staticmethod
     def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def train(folder: Path, rank: int, name: str) -> None:
-    """What a rank ends with, and the steps that it took."""
+    """Save how a rank's training ends, and how many steps it took."""
     torch.set_num_threads(1)
     layered, sharded = name.endswith("layer"), name == "sharded"
     split = Split(
@@ -76,7 +76,8 @@ def train(folder: Path, rank: int, name: str) -> None:
     fuse = Fuse()
     model: Any = Net(fuse, layered).double()
     if sharded:
-        from torch.distributed.fsdp import fully_shard  # only ranks import it: it takes a second
+        # imported here, as it takes a second and only ranks need it
+        from torch.distributed.fsdp import fully_shard
 
         model = fully_shard(model)
     model = split.wrap(model)
@@ -106,7 +107,7 @@ def train(folder: Path, rank: int, name: str) -> None:
 
 
 def train_noted(folder: Path, rank: int, state: str) -> None:
-    """The retreats in the journal, as the first rank has written it, and those that a rank said."""
+    """Save the journal's out-of-memory lines on the first rank, and the messages of the other."""
     torch.set_num_threads(1)
     os.environ |= {"XDG_STATE_HOME": state, "EVENER_RUN": "20261122-120000-abc1"}
     split, fuse = Split(ratios=[1, 1], global_batch=16, journal=True), Fuse()
@@ -124,8 +125,9 @@ def train_noted(folder: Path, rank: int, state: str) -> None:
 
 
 def leave(folder: Path, rank: int, who: int, how: str) -> None:
-    """What a rank says as another one ends in the second step: by an error of its own, or without a
-    word.
+    """Save what a rank prints when rank `who` ends in the second step.
+
+    `how` says whether that one raises an error or closes its connections.
     """
     torch.set_num_threads(1)
     split, said = Split(ratios=[1, 1], global_batch=16), ""
@@ -135,7 +137,7 @@ def leave(folder: Path, rank: int, who: int, how: str) -> None:
             if step == 1 and rank == who and how == "raises":
                 raise OSError("No space left on device")
             if step == 1 and rank == who:
-                break  # as a rank that was killed, it only closes its connections
+                break  # like a killed rank, it only closes its connections
             split.step(batch, lambda part: model(part.batch[0]).square().mean())
     except (OSError, RuntimeError) as error:
         said = last_words(error)

@@ -1,5 +1,6 @@
-"""Trainings whose noise scale is known from the gradient of each row; rank_server.py runs
-`measured` and `exact`.
+"""Trainings whose noise scale is known, since the gradient of each row is.
+
+rank_server.py runs `measured` and `exact`.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def network() -> nn.Module:
 
 
 def true_noise_scale(model: nn.Module, rows: TensorDataset) -> float:
-    """From the gradients of all rows, each by itself."""
+    """Compute the noise scale from each row's own gradient."""
     gradients = row_gradients(model, rows)
     return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
 
 
 def row_gradients(model: nn.Module, rows: TensorDataset) -> torch.Tensor:
-    """(rows, parameters)."""
+    """Return the gradients, of shape (rows, parameters)."""
     weights = {name: each.detach() for name, each in model.named_parameters()}
 
     def loss(weights: Any, inputs: Any, label: Any) -> Any:
@@ -74,7 +75,7 @@ def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options:
 def measure(
     case: dict[str, Any], every: int = 1, steps: int = STEPS, window: NoiseWindow | None = None
 ) -> Any:
-    """The noise scale at weights that stay."""
+    """Return the noise scale measured with constant weights."""
     case = dict(case)
     accumulate, changes = case.pop("accumulate", 1), case.pop("changes", False)
     split = make_split(**case, noise=True, rebalance=changes)
@@ -91,7 +92,7 @@ def measure(
         with nullcontext() if done % accumulate == 0 else split.no_sync(model):
             train(split, model, batch)
         if done % accumulate == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # once it is summed
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # after gradients are summed
             optimizer.step()
             optimizer.zero_grad()
     assert not changes or split.shares != case["shares"] or split.reporter.changes
@@ -112,7 +113,9 @@ def measured(folder: Path, rank: int) -> None:
 
 
 def exact(folder: Path, rank: int) -> None:
-    """The weights after 20 steps without noise and with it, and the sentences that refuse it."""
+    """Save the weights after 20 steps with and without noise, and the messages of
+    refused programs.
+    """
     torch.set_num_threads(1)
     audit_first_step()
     found: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Trainings that are sent SIGTERM again and again, each time on one rank alone, and go on from
-their checkpoints.
+"""Trainings that get SIGTERM several times, each time on one rank only, and resume from
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTICES = 10
 
 
 def train_on(folder: Path, rank: int, ratios: Sequence[Sequence[int]] = ((2, 1), (1, 2))) -> None:
-    """Saves this rank's rows, and the steps of each training that a notice ended.
+    """Save this rank's rows, and the steps at which trainings ended.
 
     Shares differ from one start to the next.
     """
@@ -51,13 +51,15 @@ def train_on(folder: Path, rank: int, ratios: Sequence[Sequence[int]] = ((2, 1),
 
 
 def train_on_alone(folder: Path, rank: int) -> None:
-    """The same in one process."""
+    """Do the same in one process."""
     train_on(folder, rank, ((1,),))
 
 
 def end_trainer(folder: Path, rank: int) -> None:
-    """Saves the step at which transformers' Trainer was ended by a notice to the second rank, the
-    checkpoints then, and the step at which the training that went on ended.
+    """End a transformers Trainer by a signal to the second rank, and resume it.
+
+    Saves the step at which it ended, its checkpoints then, and the step at which the resumed
+    training ended.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

@@ -1,9 +1,9 @@
-"""Trainings of several ranks in which passes run out of memory, and one process that takes the same
-passes without.
+"""Trainings on several ranks whose passes run out of memory, compared with one process.
 
-A Bomb raises at a layer of a pass, forward or backward, and in some trainings before the
-optimizer's first step. The reference has nothing of the adapter: it adds up the gradients of all
-ranks' passes, each from the random state and the buffers that the rank had.
+A Bomb raises an out-of-memory error at a layer, forward or backward, and in some trainings before
+the optimizer's first step. The process that is compared computes the same passes without evener's
+code: it adds up the gradients of all ranks' passes, each with the random state and the buffers that
+the rank had.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WIDTH, CLASSES, LAYERS = 6, 3, 4
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One training: its layers, how often a step has bombs, and the loop that it is."""
+    """One training: its layers, how often errors are planted, and the kind of loop."""
 
     dropout: float = 0.0
     normalize: bool = False
     passes: int = 1
-    bombs: float = 0.6  # chance of a step
+    bombs: float = 0.6  # probability that a step has any
     by_parts: bool = False
     counted: bool = False
     accumulate: int = 1
@@ -44,8 +44,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Fuse:
-    """Where the next bomb is: forward or backward, at a layer or after all, in a pass counted from
-    now.
+    """Where the next error is planted.
+
+    That is: forward or backward, the layer (or after all), and the pass counted from now.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class Bomb(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A stack of layers, each behind a bomb."""
+    """A stack of layers with a possible error before each."""
 
     def __init__(self, case: Case, fuse: Fuse) -> None:
         super().__init__()
@@ -133,8 +134,10 @@ def seed(case: Case, rank: int, step: int) -> None:
 
 
 def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
-    """One rank: its weights, buffers and losses, and the rows of each pass that was kept."""
-    pass_limits.CLEAN_STEPS = 0  # a larger pass is tried again in each step
+    """Train as one rank; return weights, buffers, losses, and the rows of each pass that
+    was kept.
+    """
+    pass_limits.CLEAN_STEPS = 0  # each step tries a larger pass again
     split, fuse = make_split(case, shares), Fuse()
     net = Net(case, fuse).double()
     model = split.wrap(net, bucket_cap_mb=0.0004)
@@ -160,9 +163,7 @@ def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def no_room_once(fuse: Fuse, wanted: bool) -> Iterator[None]:
-    """A context in which the first tensor like another one, such as an optimizer's state, doesn't
-    fit if `wanted`.
-    """
+    """A context in which the optimizer's first tensor doesn't fit, if `wanted`."""
     made = torch.empty_like
     fuse.at = [("optimizer", 0, 0)] if wanted else []
     fuse.passes = 0
@@ -176,7 +177,7 @@ def no_room_once(fuse: Fuse, wanted: bool) -> Iterator[None]:
 
 
 def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[int], Any]:
-    """The rows of each pass whose backward pass ended, and the loss."""
+    """Do a step; return the rows of each pass whose backward pass finished, and the loss."""
     tried: list[int] = []
     kept: list[int] = []
     close = Passes.close
@@ -210,8 +211,9 @@ def reference(
     device: str = "cpu",
     factor: float = 1.0,
 ) -> dict[str, Any]:
-    """What one process learns that takes these passes, `kept` of each rank and step; gradients are
-    times `factor`.
+    """Train in one process with the passes that the ranks kept, by rank and step.
+
+    Gradients are multiplied by `factor`.
     """
     net = Net(case, Fuse()).to(device, torch.float64)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
@@ -268,7 +270,7 @@ CASES = {
 
 
 def train_all(folder: Path, rank: int, shares: Sequence[int], seeds: Sequence[int]) -> None:
-    """One rank: every case with each seed."""
+    """Train every case with each seed as one rank."""
     torch.set_num_threads(1)
     audit_first_step()
     cases = {

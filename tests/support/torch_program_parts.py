@@ -1,8 +1,7 @@
-"""The harness of training programs by `Split`: data, a network, a loop, and the lists of what is
-exact and refused.
+"""What test programs with `Split` share: data, a network, a loop, and the lists of programs.
 
-A program gets a `Given`, and says only what it does otherwise than others: `given.fit` trains a
-model by a step of its own, `given.split()` begins a loop that is written out.
+A program gets a `Given` and contains only what distinguishes it: `given.fit` trains a model with
+the program's own step, and `given.split()` starts a loop that is written out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from evener.torch import Split
 from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES = 5, 3
-SHORT_TAIL, TAIL = 25, 29  # rows of data, of which a last batch of 8 has 1 and 5
+SHORT_TAIL, TAIL = 25, 29  # rows of data, whose last batch of 8 has 1 or 5
 BY_ROWS = re.compile(
     "plain|rows|batch|length|texts|passes|accumul|gan|gather|loader|sampler|validation"
 )
@@ -31,40 +30,40 @@ Weights = list[torch.Tensor]
 
 
 class Loop(NamedTuple):
-    """What a step of a training has."""
+    """The model and optimizer of a training."""
 
     model: Any
     optimizer: torch.optim.Optimizer
 
     def update(self, loss: torch.Tensor) -> None:
-        """The usual step."""
+        """Do one usual step."""
         update(self.optimizer, loss)
 
 
-Step = Callable[..., None]  # of a loop and its batch: inputs and labels
+Step = Callable[..., None]  # (loop, inputs, labels)
 
 
 class Given(NamedTuple):
-    """What a program trains by: the rows of each rank in a step, and the data."""
+    """What a program trains with: the rows of each rank per step, and the data."""
 
     shares: tuple[int, ...]
     rows: TensorDataset
 
     def split(self, times: int = 1, **options: Any) -> Split:
-        """Of a global batch of the shares' sum, or several times that."""
+        """Return a Split with the sum of shares as global batch, or `times` that."""
         return Split(ratios=self.shares, global_batch=times * sum(self.shares), **options)
 
     def split_in_passes(self) -> Split:
-        """Of two rows at most; ranks then take different numbers of them."""
+        """Return a Split with passes of at most two rows, whose number differs over ranks."""
         micros = tuple(min(2, each) for each in self.shares)
         return Split(example_plan(self.shares, micros=micros))
 
     def turned(self) -> Given:
-        """The same with the shares in the other order."""
+        """Return the same with the shares reversed."""
         return Given(self.shares[::-1], self.rows)
 
     def fit(self, net: nn.Module, step: Step, **wrapped: Any) -> Weights:
-        """Train for two epochs by a step of the program's own; `wrapped` goes to split.wrap."""
+        """Train for two epochs with the program's own step; `wrapped` is passed to split.wrap."""
         split = self.split()
         model = split.wrap(net.double(), **wrapped)
         loop = Loop(model, adamw(model))
@@ -94,8 +93,9 @@ def refused(words: str) -> Callable[[Program], Program]:
 
 
 def rows_for(name: str) -> tuple[int, ...]:
-    """The sizes of a program's data sets: both if it does something with rows, else the one with a
-    tail of one row.
+    """Return the sizes of a program's data sets.
+
+    A program that handles rows gets both; others get the one whose last batch has one row.
     """
     return (SHORT_TAIL, TAIL) if name in EXACT and BY_ROWS.search(name) else (SHORT_TAIL,)
 
@@ -112,7 +112,7 @@ def network(outputs: int = CLASSES) -> nn.Module:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """It moves a weight whose gradient is 0, and leaves one without a gradient."""
+    """AdamW changes a weight whose gradient is 0, but not one without a gradient."""
     return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.3)
 
 
@@ -133,7 +133,7 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 
 
 def plain(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """A step by cross entropy."""
+    """Do a step with cross entropy."""
     loop.update(F.cross_entropy(loop.model(inputs), labels))
 
 
@@ -152,7 +152,7 @@ def own_ddp(split: Split, net: nn.Module) -> nn.Module:
 def early(
     batches: Iterable[Any], change: Callable[[Any], Any] = lambda each: each
 ) -> Iterator[Any]:
-    """Each batch once the next one is there."""
+    """Yield each batch after the next one has been fetched."""
     source = iter(batches)
     ready = change(next(source))
     for following in source:
@@ -173,9 +173,9 @@ def shard(split: Split, net: nn.Module) -> nn.Module:
 
 
 def run(program: Program, shares: tuple[int, ...], rows: int) -> Weights | str:
-    """What it returns, or the sentence that refuses it.
+    """Return the program's weights, or the error message that refuses it.
 
-    Nothing looks through what is left of it again, as a split looks through all objects.
+    Objects that remain are hidden from the garbage collector, as a split searches all objects.
     """
     try:
         return program(Given(shares, data(rows)))

@@ -1,9 +1,8 @@
-"""Training programs as users write them, each run by one process and by several ranks of a
-RankServer.
+"""Training programs as users write them, each run by one process and by several ranks.
 
-A program returns tensors that must be the same in both, or is refused with a sentence. A rank takes
-the shares as ratios for the programs, and then trains the cases of torch_ranks.py by a plan of
-them.
+A program returns tensors that must be the same in both cases, or is refused with an error message.
+A rank trains the programs with its shares as ratios, and then the cases of torch_ranks.py with a
+plan of these shares.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ __all__ = [
 
 
 def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bool) -> None:
-    """One rank: every program with a data set of `rows` rows, and every case if `cases`.
+    """Run every program as one rank, on `rows` rows, and then every case if `cases`.
 
-    Where there are cases, only first steps are audited.
+    If there are cases, only the first steps are audited.
     """
     torch.set_num_threads(1)
     if cases:

@@ -1,7 +1,7 @@
-"""Trainings that one process and several ranks must end with the same weights.
+"""Trainings that must end with the same weights on one process and on several ranks.
 
-Ranks of a RankServer train every case by the adapter; `reference` trains it in a plain loop, with
-nothing of the adapter but the order of rows.
+Ranks of a RankServer train every case with evener; `reference` trains it in a plain loop that
+shares only the order of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from evener.torch import Split
 from evener.torch.rows.sampler import UnevenBatchSampler
 from tests.support.launched_plan import make_plan
 
-STEPS = 14  # of a training that is launched, and goes on after losses
-OVER_AN_EPOCH = 6  # steps of every other one, most of which have 4 an epoch
-# what each class weighs; the second is ignored
+STEPS = 14  # of a training that is launched, and continues after a rank is lost
+OVER_AN_EPOCH = 6  # steps of all other trainings, most of which have 4 per epoch
+# class weights; the second class is ignored
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
 WIDTH = 7
 
@@ -34,18 +34,18 @@ class TrainingCase(msgspec.Struct, frozen=True):
     clip: float | None = None
     accumulate: int = 1
     no_sync: bool = True
-    penalty: float = 0.0  # of all squared weights, in the loss
+    penalty: float = 0.0  # weight of the sum of squared weights in the loss
     weigh: Literal["gradients", "loss"] = "gradients"
     options: dict[str, Any] = {}
-    auxiliary: bool = False  # a loss that the model keeps as an attribute
-    normalize: bool = False  # over the global batch: on GPUs only
-    ignore: bool = False  # one class, and weigh the others
+    auxiliary: bool = False  # the model keeps another loss as an attribute
+    normalize: bool = False  # BatchNorm over the global batch: only on GPUs
+    ignore: bool = False  # ignore one class and weight the others
     validate: bool = False  # within each step
-    # of each rank: by split.parts, under a plan of five times the shares
+    # number on each rank: with split.parts and a plan of five times the shares
     passes: tuple[int, ...] = ()
 
     def global_batch(self, planned: int) -> int:
-        """Rows of a step, where the plan is for so many."""
+        """The rows of a step, given those of the test's plan."""
         return 5 * planned if self.passes else planned
 
 
@@ -58,7 +58,7 @@ CASES = {
     "whole batches": TrainingCase("adam", rows=24),
     "less than a batch": TrainingCase("momentum", rows=5),
     "clip": TrainingCase("momentum", clip=0.05),
-    "clip adamw": TrainingCase("adamw", rows=50, clip=0.05),  # launched too, over two epochs
+    "clip adamw": TrainingCase("adamw", rows=50, clip=0.05),  # also launched, over two epochs
     "penalty": TrainingCase("sgd", penalty=1e-2),
     "accumulate": TrainingCase("momentum", accumulate=3),
     "accumulate adamw, short tail, clip": TrainingCase("adamw", rows=27, accumulate=3, clip=0.05),
@@ -97,8 +97,7 @@ CASES = {
         options={"gradient_as_bucket_view": True},
     ),
 }
-# a row that only keeps step would count in the statistics: every rank has rows of its own in each
-# step
+# a rank without own rows would distort the statistics, so every rank has rows in each step
 GPU_CASES = {
     "synchronized normalization": TrainingCase("momentum", rows=24, weigh="loss", normalize=True),
     "the same, short tail": TrainingCase(
@@ -108,7 +107,7 @@ GPU_CASES = {
 
 
 class Net(torch.nn.Module):
-    """Two layers; it keeps the mean square of the hidden one."""
+    """Two layers; it stores the mean square of the hidden values."""
 
     def __init__(self, normalize: bool) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ def objective(
 
 
 def batches(case: TrainingCase, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What one device sees, epoch after epoch."""
+    """Yield what one device sees, epoch after epoch."""
     sampler = UnevenBatchSampler(case.rows, [global_batch], 0, seed=2)
     inputs, labels = data(case).tensors
     for epoch in range(STEPS):
@@ -175,7 +174,7 @@ def batches(case: TrainingCase, global_batch: int) -> Iterator[tuple[torch.Tenso
 def reference(
     case: TrainingCase, global_batch: int, steps: int = STEPS
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Final weights and losses of one process that knows no split."""
+    """Return the final weights and the losses of one process that doesn't use evener."""
     net = model(case)
     update = optimizer(case, net)
     losses = []
@@ -200,14 +199,16 @@ def finish(
 def example_plan(
     batches: tuple[int, ...], device: str = "sim-{}", micros: tuple[int, ...] | None = None
 ) -> Plan:
-    """A plan for devices that aren't here, so that any will do; in passes of `micros` rows."""
+    """Return a plan for invented devices, which any device may stand for, in passes of `micros`
+    rows.
+    """
     devices = tuple(Share(device.format(i), i, "a device", 0, 0.0) for i in range(len(batches)))
     kind: Kind = "split" if sum(map(bool, batches)) > 1 else "solo"
     return make_plan(make_layout(kind, devices, batches, micros=micros))
 
 
 def plan_for(case: TrainingCase, path: str) -> Plan:
-    """The plan, or one of five times its shares in the case's passes."""
+    """Return the plan, or one with five times its shares in the case's passes."""
     plan = load_plan(path)
     if not case.passes:
         return plan
@@ -219,7 +220,7 @@ def plan_for(case: TrainingCase, path: str) -> Plan:
 
 
 def compute(case: TrainingCase, split: Split, net: Any, batch: Any) -> float:
-    """Forward and backward of one step, at once or by parts; the loss of the whole batch."""
+    """Do the forward and backward pass of a step, and return the loss of the whole batch."""
     bare = getattr(net, "module", net)
     if not case.passes:
         inputs, labels = batch
@@ -239,7 +240,7 @@ def compute(case: TrainingCase, split: Split, net: Any, batch: Any) -> float:
 
 
 def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float]]:
-    """The same by the adapter: this rank's weights and the global losses."""
+    """Train the same with evener; return this rank's weights and the global losses."""
     split = Split(plan_for(case, path), weigh=case.weigh)
     net = split.wrap(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model(case)), **case.options)
     update = optimizer(case, net)
@@ -263,7 +264,7 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
 
 
 def train_cases(folder: Path, rank: int, shares: Sequence[int]) -> dict[str, Any]:
-    """What this rank learns in every case by a plan of these shares."""
+    """Return what this rank learns in every case, with a plan of these shares."""
     plan = folder / f"plan{rank}.json"
     example_plan(tuple(shares)).save(plan)
     cases = {**CASES, **GPU_CASES} if torch.cuda.is_available() else CASES
@@ -271,5 +272,5 @@ def train_cases(folder: Path, rank: int, shares: Sequence[int]) -> dict[str, Any
 
 
 def train_all(folder: Path, rank: int, shares: Sequence[int]) -> None:
-    """One rank."""
+    """Train every case as one rank."""
     torch.save(train_cases(folder, rank, shares), folder / f"{rank}.pt")

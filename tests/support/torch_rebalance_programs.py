@@ -1,6 +1,4 @@
-"""What real ranks do for tests of own work and of shares that change; each function is one rank of
-a RankServer.
-"""
+"""Programs for tests of own work and changing shares; each function is one rank of a RankServer."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network
 
 SLEEP_SECONDS = 0.1
-CLOCK_HERTZ = 1.7e9  # about a GPU's
+CLOCK_HERTZ = 1.7e9  # similar to a GPU's
 
-# in each backward pass of rank 1: the clock, and its marks
+# for each backward pass of rank 1: the clock and its marks
 _held_up: list[tuple[Any, Any, Any]] = []
 
 
@@ -56,7 +54,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SlowBackward(torch.nn.Module):
-    """The tests' network; the backward pass of rank 1 sleeps before its last gradients."""
+    """The tests' network; on rank 1 its backward pass sleeps before the last gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +65,8 @@ class SlowBackward(torch.nn.Module):
 
 
 def slow_backward(folder: Path, rank: int) -> None:
-    """Train by hooks and by the loss; leave what live files say of each, and the seconds that rank
-    1 was held up.
+    """Train with each kind of weighting, and save the live records and how long rank 1
+    was delayed.
     """
     torch.set_num_threads(1)
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
@@ -83,8 +81,9 @@ def slow_backward(folder: Path, rank: int) -> None:
 
 
 def _live_record(split: Split, by_mean: bool = False) -> tuple[dict[str, Any], float]:
-    """Of a training whose rank 1 sleeps in each step: in its backward pass, or before ranks meet in
-    `split.mean`.
+    """Return the live record of a training in which rank 1 sleeps in each step.
+
+    It sleeps in its backward pass, or before ranks meet in `split.mean`.
     """
     _held_up.clear()
     model = split.wrap(network() if by_mean else SlowBackward())
@@ -98,7 +97,7 @@ def _live_record(split: Split, by_mean: bool = False) -> tuple[dict[str, Any], f
         (split.scale(loss) if split.weigh == "loss" else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()  # once a GPU has computed the step
+        loss.item()  # waits until a GPU has computed the step
     (own,) = (each for each in read_trainings() if each.pid == os.getpid())
     split.reporter.close()
     held_up = [clock.seconds(start, end) for clock, start, end in _held_up]
@@ -110,11 +109,11 @@ SHARES = ((12, 4), (7, 9), (15, 1), (5, 11), (8, 8))
 
 
 class TurnedClock:
-    """A clock that tests turn; marks are past up to `past`."""
+    """A clock that tests set; marks up to `past` have been reached."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.slept = 0.0  # of that; the CPU has computed in the rest
+        self.slept = 0.0  # part of `now`; the CPU was busy in the rest
         self.past = math.inf
 
     def mark(self) -> float:
@@ -136,22 +135,20 @@ class TurnedClock:
 
 
 class RebalancedCase(msgspec.Struct, frozen=True):
-    """A training whose shares change; in `slow` steps, rank 1 takes four times as long for a
-    row.
-    """
+    """A training with changing shares; in `slow` steps, rank 1 takes four times as long per row."""
 
-    rows: int = 97  # the last batch has a single row
+    rows: int = 97  # the last batch has only one row
     steps: int = 120
-    micros: tuple[int, ...] = ()  # of each rank: by parts
+    micros: tuple[int, ...] = ()  # rows of a pass on each rank: by parts
     accumulate: int = 1
     weigh: Any = "gradients"
-    loaders: int = 1  # in turn, with a backward pass each
+    loaders: int = 1  # used in turn, with a backward pass each
     prefetch: int = 0
-    resume: int = 0  # after this step, from a state
+    resume: int = 0  # after this step, from a saved state
     slow: tuple[int, int] | None = None
 
 
-CASES = {  # the rule first: a script stays in force
+CASES = {  # the real rule comes first, as scripted rules remain in force
     "by the rule": RebalancedCase(steps=330, slow=(130, 270)),
     "at once": RebalancedCase(),
     "fetched ahead, by the loss": RebalancedCase(rows=103, weigh="loss", prefetch=2),
@@ -161,7 +158,7 @@ CASES = {  # the rule first: a script stays in force
 
 
 class ScriptedRule:
-    """Other shares after each window."""
+    """Changes shares after each window."""
 
     windows_seen = windows_needed = 0
 
@@ -179,19 +176,19 @@ class ScriptedRule:
 
 
 def numbered(rows: int) -> TensorDataset:
-    """The tests' data, and the number of each row."""
+    """Return the tests' data with the number of each row."""
     return TensorDataset(*data(rows).tensors, torch.arange(rows))
 
 
 def rebalanced(folder: Path, rank: int) -> None:
-    """Train every case; leave the weights, the rows of each epoch and the changes of shares."""
+    """Train every case, and save the weights, the rows of each epoch and the changes of shares."""
     torch.set_num_threads(1)
     audit_first_step()
     torch.save({name: _train(case, rank) for name, case in CASES.items()}, folder / f"{rank}.pt")
 
 
 def reference(case: RebalancedCase) -> list[torch.Tensor]:
-    """The weights of one process that knows no split."""
+    """Return the weights of one process that doesn't use evener."""
     net, seen = network(), 0
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     samplers = [
@@ -231,8 +228,8 @@ class _Training:
         self.net: Any = network()
         self._optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
         self._seen = 0
-        self._clock = TurnedClock()  # as long as rows are said to take
-        self.rows: list[list[int]] = []  # of each epoch, of the first loader
+        self._clock = TurnedClock()  # advances by the time that rows are said to take
+        self.rows: list[list[int]] = []  # by epoch, of the first loader
         self.changes: list[tuple[tuple[int, ...], int]] = []
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Training programs as users write them that would learn something else, and are refused."""
+"""Training programs as users write them that would learn something else, and so are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.torch_program_parts import (
 
 @refused("split.wrap(accelerator.prepare(model))")
 def a_ddp_that_nothing_weighs(given: Given) -> Weights:
-    """accelerator.prepare(model, optimizer, loader): the loader is left as it is."""
+    """Like accelerator.prepare(model, optimizer, loader), which doesn't change the loader."""
     split = given.split()
     model = DistributedDataParallel(network())
     train(model, split.loader(given.rows))
@@ -76,7 +76,7 @@ def a_model_normalized_over_ranks_that_rebalances(given: Given) -> Weights:
 
 @refused("One backward pass mixes two batches")
 def two_loaders_in_one_backward_pass_that_rebalance(given: Given) -> Weights:
-    """Their shares may change at different steps."""
+    """The two loaders could change shares at different steps."""
     split = given.split(rebalance=True)
     model = split.wrap(network())
     optimizer = sgd(model)
@@ -91,7 +91,7 @@ def two_loaders_in_one_backward_pass_that_rebalance(given: Given) -> Weights:
 
 @refused("split.begin")
 def a_loader_that_was_sharded_again(given: Given) -> Weights:
-    """accelerator.prepare of a DataLoader made from the loader's parts."""
+    """Like accelerator.prepare of a DataLoader built from the loader's batch sampler."""
     split = given.split()
     loader = split.loader(given.rows)
     model = split.wrap(network())
@@ -104,7 +104,7 @@ def a_loader_that_was_sharded_again(given: Given) -> Weights:
 
 @refused("no batch of split.loader")
 def another_loader_in_eval_mode(given: Given) -> Weights:
-    """As for a model whose normalization is frozen."""
+    """Like training with frozen normalization layers."""
     split = given.split()
     model = split.wrap(network()).eval()
     train(model, DataLoader(given.rows, 4, sampler=DistributedSampler(given.rows)))
@@ -123,14 +123,14 @@ def no_loader_of_the_split(given: Given) -> Weights:
 def never_wrapped(given: Given) -> Weights:
     split = given.split()
     model = network()
-    split.wrap(model)  # and the result is dropped
+    split.wrap(model)  # the result is dropped
     train(model, split.loader(given.rows))
     return weights(model)
 
 
 @refused("another DistributedDataParallel")
 def a_ddp_around_the_wrapped_model(given: Given) -> Weights:
-    """accelerator.prepare(split.wrap(model))."""
+    """Like accelerator.prepare(split.wrap(model))."""
     split = given.split()
     model = DistributedDataParallel(split.wrap(network()))
     train(model, split.loader(given.rows))
@@ -148,7 +148,7 @@ def a_ddp_within_the_wrapped_model(given: Given) -> Weights:
 
 @refused("gradients aren't weighted")
 def a_trainer_with_closures(given: Given) -> Weights:
-    """As Lightning calls optimizers, without split.wrap."""
+    """Calls the optimizer as Lightning does, without split.wrap."""
     split = given.split()
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
@@ -240,7 +240,7 @@ def layers_added(given: Given) -> Weights:
 
 @refused("weren't in the model when split.wrap")
 def a_parameter_in_another_ones_place(given: Given) -> Weights:
-    """The optimizer has as many as before."""
+    """Replaces a parameter, so that the optimizer has as many as before."""
     split = given.split()
     net = network()
     model, loader = split.wrap(net), split.loader(given.rows)

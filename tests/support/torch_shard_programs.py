@@ -1,5 +1,6 @@
-"""Trainings of sharded models, and the same in one process: state 1:2:5 on ranks that compute rows
-5:2:1.
+"""Trainings of sharded models, and the same in one process.
+
+Ranks hold state in the ratio 1:2:5 and compute rows in the ratio 5:2:1.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from evener.torch import Split
 from evener.torch.rows.sampler import UnevenBatchSampler
 from tests.support.torch_ranks import example_plan
 
-FROZEN = ("words", "blocks", "head", "normal", "rare")  # all but adapters
-STEPS, WIDTH, WORDS, ROWS = 4, 8, 11, 19  # three steps an epoch, whose last batch has 3 rows of 8
+FROZEN = ("words", "blocks", "head", "normal", "rare")  # everything except adapters
+# three steps per epoch, whose last batch has 3 rows instead of 8
+STEPS, WIDTH, WORDS, ROWS = 4, 8, 11, 19
 PARTS = {2: (1.0, 3.0), 3: (1.0, 2.0, 5.0), 4: (1.0, 2.0, 5.0, 1.5)}
 SHARES = {2: (6, 2), 3: (5, 2, 1), 4: (4, 2, 1, 1)}
 
 
 class Block(torch.nn.Module):
-    """Two layers beside their input, with an option of each kind that a model may have."""
+    """A residual block of two layers, with an option for each feature that a model may have."""
 
     def __init__(self, case: ShardCase) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ class Block(torch.nn.Module):
             )
         if case.packed:
             self.up, self.down = PackedLinear(self.up), PackedLinear(self.down)
-            self.rest = torch.nn.Parameter(torch.ones(400))  # beside which adapters are small
+            # compared with these, adapters are small
+            self.rest = torch.nn.Parameter(torch.ones(400))
 
     def forward(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         hidden = self.down(torch.nn.functional.gelu(self.up(self.normal(rows))))
@@ -57,20 +60,20 @@ class Block(torch.nn.Module):
 
 @dataclass
 class Rows:
-    """What a block returns."""
+    """A dataclass that blocks may return."""
 
     rows: torch.Tensor
 
 
 def shown(outputs: Any) -> Any:
-    """The rows that a block returned."""
+    """Return the rows in a block's output."""
     if isinstance(outputs, tuple):
         outputs = outputs[0]
     return getattr(outputs, "rows", outputs)
 
 
 class Statistics:
-    """What a packed weight is unpacked by: the size of each of its rows."""
+    """The scale of each row of a quantized weight."""
 
     def __init__(self, sizes: torch.Tensor) -> None:
         self.sizes = sizes
@@ -80,20 +83,22 @@ class Statistics:
 
 
 class Packed(torch.nn.Parameter):
-    """A frozen weight of whole numbers in bytes, with statistics, as 4-bit libraries have them."""
+    """A frozen weight quantized to bytes, with its statistics, as in 4-bit libraries."""
 
     quant_state: Statistics
     bnb_quantized: bool
 
 
 def unpack(weight: Any) -> torch.Tensor:
-    """The weight of a packed layer."""
+    """Return the weight of a quantized layer."""
     values: torch.Tensor = weight.data.as_subclass(torch.Tensor).double() - 128
     return values * weight.quant_state.sizes
 
 
 class PackedProduct(torch.autograd.Function):
-    """A product that keeps the packed weight itself for the backward pass, unseen by autograd."""
+    """A product that keeps the quantized weight for the backward pass, without autograd
+    seeing it.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -106,7 +111,7 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(torch.nn.Module):
-    """A frozen layer whose weight is packed."""
+    """A frozen layer with a quantized weight."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -122,7 +127,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Words in, a word out."""
+    """A small model of tokens with blocks that may have every feature of ShardCase."""
 
     def __init__(self, case: ShardCase) -> None:
         super().__init__()
@@ -144,14 +149,15 @@ class Model(torch.nn.Module):
         self.rare = torch.nn.Parameter(torch.ones(WIDTH)) if case.unused else None
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.inner = torch.tensor(0.0)
-        if case.adapters and case.checkpoint:  # as transformers' enable_input_require_grads
+        if case.adapters and case.checkpoint:  # like transformers' enable_input_require_grads
             self.words.register_forward_hook(lambda _, __, rows: rows.requires_grad_())
 
     def forward(self, inputs: torch.Tensor) -> Any:
         rows = self.words(inputs)
         if self.training:
             self.seen += 1
-        if self.rare is not None and bool((inputs == 0).all(1).any()):  # in a row that one rank has
+        # only one rank has such a row
+        if self.rare is not None and bool((inputs == 0).all(1).any()):
             rows = rows + (inputs == 0).all(1)[:, None, None] * self.rare
         for number in self.case.order:
             if self.case.checkpoint is None:
@@ -172,33 +178,33 @@ class ShardCase(msgspec.Struct, frozen=True):
     optimizer: str = "adamw"
     clip: float | None = None
     accumulate: int = 1
-    micros: tuple[int, ...] = ()  # of each rank: by split.parts
-    frozen: tuple[str, ...] = ()  # parameters whose names begin so
-    adapters: int = 0  # of this rank; whole on each device where they are small
-    packed: bool = False  # a block's frozen layers are bytes
+    micros: tuple[int, ...] = ()  # rows of a pass on each rank: with split.parts
+    frozen: tuple[str, ...] = ()  # parameters whose names start with these
+    adapters: int = 0  # rank of the adapters; small ones aren't sharded
+    packed: bool = False  # the frozen layers of a block are quantized
     tied: bool = False
     tied_blocks: bool = False
     unused: bool = False
     recurrent: bool = False
-    order: tuple[int, ...] = (0, 1, 2)  # in which blocks compute
-    shared: bool = False  # a layer that all blocks have
+    order: tuple[int, ...] = (0, 1, 2)  # the order in which blocks compute
+    shared: bool = False  # all blocks share a layer
     hides: bool = False  # blocks return a namespace, and a dataclass in a tuple
-    # the optimizer is made after a forward pass, and gradients are cleared after each
+    # the optimizer is created after a forward pass, and gradients are cleared after each step
     late: bool = False
-    fails: bool = False  # a backward pass in between ends with an error
-    checkpoint: bool | None = None  # of activations, reentrant or not
+    fails: bool = False  # a backward pass in between raises an error
+    checkpoint: bool | None = None  # of activations: reentrant or not; None: without
     mapping: bool = False
-    inner: bool = False  # a loss of what a block gave
+    inner: bool = False  # a loss of a block's output is added
     penalty: float = 0.0
-    groups: bool = False  # no decay for vectors
+    groups: bool = False  # vectors have no weight decay
     validate: bool = False
     by_loss: bool = False
     units: str = ""
-    reads: bool = False  # the head's weight, in place of a call
-    planned: bool = False  # the plan has the parts of state
+    reads: bool = False  # uses the head's weight without calling the head
+    planned: bool = False  # the plan states how state is divided
     level: Any = "all"
     window: bool = False  # batches are accumulated under no_sync
-    shares: tuple[int, ...] = ()  # of the ranks, if some have no rows; by a plan then
+    shares: tuple[int, ...] = ()  # of the ranks, if some have no rows; then with a plan
 
 
 CASES = {
@@ -303,7 +309,7 @@ def make_model(case: ShardCase) -> Model:
 
 
 class NamedAdamW(torch.optim.AdamW):
-    """One of a program's own, which steps as torch's."""
+    """A subclass of AdamW in the user's program, which steps like the original."""
 
 
 def make_optimizer(case: ShardCase, model: Any) -> torch.optim.Optimizer:
@@ -353,7 +359,7 @@ def finish(case: ShardCase, step: int, model: Any, update: torch.optim.Optimizer
 
 
 def reference(case: ShardCase, global_batch: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by name, and norms of gradients, of one process."""
+    """Return the weights by name and the gradient norms of one process."""
     model = make_model(case)
     update = make_optimizer(case, model)
     norms: list[float] = []
@@ -400,13 +406,13 @@ def start(case: ShardCase, world: int) -> tuple[Split, Any]:
 
 
 def train(case: ShardCase, world: int) -> dict[str, Any]:
-    """What this rank learns."""
+    """Train a case and return what this rank learns."""
     split, model = start(case, world)
     if case.late:
         validate(split, model)
     update = make_optimizer(case, model)
     norms: list[float] = []
-    computed: list[int] = []  # rows of each pass of the first block that was computed
+    computed: list[int] = []  # rows of each pass that the first block computed
     model.blocks[0].register_forward_hook(
         lambda _, given, __: computed.append(len(given[0])) if model.training else None
     )
@@ -440,7 +446,7 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
 
 
 def fail(case: ShardCase, model: Any, batch: Any) -> None:
-    """A pass that ends between two blocks, as the loop finds."""
+    """Run a pass that raises between two blocks, and check that the loop sees the error."""
 
     def end(_: Any) -> None:
         raise FloatingPointError
@@ -470,14 +476,14 @@ def compute(case: ShardCase, split: Split, model: Any, batch: Any) -> None:
 def validate(split: Split, model: Any) -> None:
     model.eval()
     for inputs, _ in split.loader(data(), training=False):
-        model(inputs)  # with gradients that nobody takes
+        model(inputs)  # with gradients that nobody uses
         with torch.inference_mode():
             model(inputs)
     model.train()
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
-    """The whole parameters by name."""
+    """Return the complete parameters by name."""
     sharded = model.exchange
     found: dict[str, torch.Tensor] = {}
     for flat in [flat for unit in [sharded.root, *sharded.units] for flat in unit.flats]:
@@ -499,8 +505,9 @@ SAVED, SAVED_AT = (
 
 
 def train_and_save(world: int, path: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, and the rest of the training; what a plain PyTorch takes on from
-    there.
+    """Train two steps, save a checkpoint, and train the rest.
+
+    Also returns the state dicts with which plain PyTorch could continue from there.
     """
     split, model = start(SAVED, world)
     update = make_optimizer(SAVED, model)
@@ -523,13 +530,13 @@ def train_and_save(world: int, path: str) -> dict[str, Any]:
 
 
 def train_on(world: int, path: str) -> dict[str, torch.Tensor]:
-    """The rest of the training, under other shares; on two ranks each has the parameters whole."""
+    """Train the rest with other shares; on two ranks parameters aren't sharded."""
     split, model = start(
         msgspec.structs.replace(SAVED, level="state" if world == 2 else "all"), world
     )
     update = make_optimizer(SAVED, model)
     for group in update.param_groups:
-        group["lr"] = 99.0  # the checkpoint says
+        group["lr"] = 99.0  # the checkpoint overwrites it
     for each in model.parameters():
         each.data.fill_(0.5)
     split.load_state_dict(split.load(path, model, update)["loop"])
@@ -552,7 +559,7 @@ def step_once(split: Split, model: Any, update: Any) -> None:
 
 
 def last_sentence(program: Callable[[], Any]) -> str:
-    """The error with which it ends."""
+    """Return the error with which a program ends."""
     try:
         program()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What ranks of sharded models learn, and see."""
+"""What ranks of sharded models learn and see."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _broadcast = torch.distributed.broadcast
 
 
 class LateCopy:
-    """A broadcast whose values come as one waits for it, as gloo's do on a GPU."""
+    """A broadcast whose values arrive only in wait(), as gloo's do on a GPU."""
 
     def __init__(self, tensor: torch.Tensor, source: int, async_op: bool) -> None:
         self._tensor, self._sent = tensor, tensor.clone()
@@ -77,8 +77,9 @@ HALF = ShardCase("momentum")
 
 
 def train_in_half(world: int) -> dict[str, Any]:
-    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes
-    at most.
+    """Train in bfloat16 on float32 shards.
+
+    Returns the weights, the dtypes of shards and of computation, and the highest number of bytes.
     """
     case = HALF
     split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
@@ -101,8 +102,10 @@ def train_in_half(world: int) -> dict[str, Any]:
 
 
 def train_under_autocast(world: int) -> dict[str, Any]:
-    """Under an autocast to bfloat16: parameters of other values than one process has when blocks
-    compute, and the collectives of the second step.
+    """Train with autocast to bfloat16.
+
+    Returns parameters whose values differ from one process's when blocks compute, and the number of
+    collective operations in the second step.
     """
     split, model = make_split(HALF, SHARES[world]), make_model(HALF).float()
     generator = torch.Generator().manual_seed(4)
@@ -139,8 +142,9 @@ def train_under_autocast(world: int) -> dict[str, Any]:
 
 
 def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
-    """What is said of checkpoints that can't be read, or written, and whether the weights are what
-    they were.
+    """Return the errors for checkpoints that can't be read or written.
+
+    Also returns whether the weights are unchanged.
     """
     split, model = start(SAVED, world)
     update = make_optimizer(SAVED, model)
@@ -177,11 +181,11 @@ class BadDisk:
         raise OSError("Input/output error")
 
     def __exit__(self, *_: Any) -> None:
-        """Nothing is open."""
+        """Do nothing, as nothing is open."""
 
 
 def step_with_two_kinds(world: int) -> dict[str, Any]:
-    """The state of an optimizer of which only some parameters have momentum."""
+    """Return the state of an optimizer that has momentum only for some parameters."""
     split, model = start(ShardCase(), world)
     biases = [each for name, each in model.named_parameters() if "bias" in name]
     rest = [each for name, each in model.named_parameters() if "bias" not in name]
@@ -191,8 +195,9 @@ def step_with_two_kinds(world: int) -> dict[str, Any]:
 
 
 def see_buffers(rank: int, world: int) -> list[int]:
-    """A buffer that differs over ranks, and is another tensor in each pass, when the model is
-    sharded, and after.
+    """Return the values of a buffer that differs over ranks, after sharding and after a step.
+
+    The buffer is replaced by another tensor in between.
     """
     split, model = make_split(ShardCase(), SHARES[world]), make_model(ShardCase())
     model.seen = torch.tensor(5 + rank)
@@ -204,7 +209,7 @@ def see_buffers(rank: int, world: int) -> list[int]:
 
 
 def clip_in_half(world: int) -> float:
-    """The norm of gradients whose squares are too large for half precision."""
+    """Return the norm of gradients whose squares overflow half precision."""
     model = make_split(ShardCase(), SHARES[world]).shard(make_model(ShardCase()).half())
     for each in model.parameters():
         each.grad = torch.full_like(each, 50.0)
@@ -212,7 +217,7 @@ def clip_in_half(world: int) -> float:
 
 
 def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
-    """One rank."""
+    """Train every case as one rank."""
     torch.set_num_threads(1)
     audit_first_step()
     trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}

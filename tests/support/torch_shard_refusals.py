@@ -1,4 +1,4 @@
-"""Programs that a sharded model refuses, and how they end."""
+"""Programs that sharded models refuse, and the errors with which they end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_whole_optimizer(split: Split, model: Any) -> None:
 
 
 class CentredSGD(torch.optim.SGD):
-    """An optimizer that looks at whole gradients before torch's step."""
+    """An optimizer that needs whole gradients before torch's step."""
 
     def step(self, closure: Any = None) -> Any:
         for each in self.param_groups[0]["params"]:
@@ -58,7 +58,7 @@ def with_second_gradients(split: Split, model: Any) -> None:
 
 
 def with_input_penalty(split: Split, model: Any) -> None:
-    """Of the gradient of an inner value, whose parameters get none."""
+    """Penalizes the gradient of an intermediate value, so parameters get no gradients."""
     kept: list[torch.Tensor] = []
     model.words.register_forward_hook(lambda _, __, rows: kept.append(rows))
     model = split.shard(model)
@@ -81,7 +81,7 @@ def with_opaque_outputs(split: Split, model: Any) -> None:
 
 
 def with_large_buffers(split: Split, model: Any) -> None:
-    """As GPTQ's and AWQ's layers have their weights."""
+    """Stores weights in buffers, like the layers of GPTQ and AWQ."""
     model.register_buffer("qweight", torch.zeros(100_000, dtype=torch.int32))
     split.shard(model)
 
@@ -144,7 +144,7 @@ def by_length(split: Split, model: Any) -> None:
 
 
 def wrapped_after(split: Split, model: Any) -> None:
-    """Another model may be wrapped beside a sharded one, but not that model."""
+    """Wraps another model after sharding one, which is allowed, and then the sharded model."""
     model = split.shard(model)
     split.wrap(torch.nn.Linear(2, 2))
     split.wrap(model)
@@ -155,9 +155,7 @@ def with_state_and_units(split: Split, model: Any) -> None:
 
 
 def without_a_sum(split: Split, model: Any, clears: bool = False) -> None:
-    """A step right after a batch that was accumulated, or another batch once its gradients were
-    cleared.
-    """
+    """Steps right after an accumulated batch, or clears its gradients and goes on."""
     model = split.shard(model, shard="state")
     update = torch.optim.SGD(model.parameters(), 0.1)
     step_once(split, model, update)
@@ -223,14 +221,14 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
 
 
 def refuse(program: Callable[[Split, Any], None], world: int) -> str:
-    """The sentence with which a program ends."""
+    """Return the error with which a program ends."""
     return last_sentence(
         lambda: program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase()))
     )
 
 
 def leave(folder: Path, rank: int) -> None:
-    """What a rank says as the second one runs out of memory in a unit."""
+    """Save what a rank prints when the second one runs out of memory in a block."""
     torch.set_num_threads(1)
     split, model, said = *start(ShardCase(), 2), ""
     if rank == 1:

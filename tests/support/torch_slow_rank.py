@@ -1,4 +1,4 @@
-"""A training of two ranks that the monitor looks at: rank 1 is held up in its backward pass."""
+"""A training of two ranks for the monitor to watch: rank 1 is slow in its backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.torch_rebalance_programs import SlowBackward
 
 
 def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
-    """Train; after the last step rank 0 leaves what the monitor says as JSON, and the snapshot."""
+    """Train; at the end rank 0 saves what the monitor says as JSON, and its snapshot."""
     torch.set_num_threads(1)
     torch_rebalance_programs.SLEEP_SECONDS = sleep_seconds
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
@@ -31,7 +31,7 @@ def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    dist.barrier()  # the other rank has written its last report
+    dist.barrier()  # until then, the other rank has written its last report
     said = {}
     if rank == 0:
         with closing(open_source(discover("cpu/2"))) as source:

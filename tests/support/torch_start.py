@@ -1,4 +1,4 @@
-"""Starts a script as ranks, as torchrun does, and waits for them."""
+"""Starts a script as several ranks, like torchrun, and waits for them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SECONDS = 240.0  # no rank takes so long, so it hangs
+SECONDS = 240.0  # longer than any rank takes: it hangs
 
 
 def free_port() -> int:
-    """A port that nothing listens at, of those that no system hands out: nobody gets it before it
-    is used.
+    """Return a port that nothing listens on, outside the range that systems assign by themselves.
+
+    So no other process gets it before it is used.
     """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)  # Ray's workers listen below
+        # Ray's workers listen on lower ports
+        port = random.SystemRandom().randrange(20_000, 32_768)
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
 
 
 def rank_environment(gpus: bool = False) -> dict[str, str]:
-    """What every rank sees, whatever its number."""
+    """Return the environment that all ranks share."""
     root, given = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
     common = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     common["PYTHONPATH"] = os.pathsep.join(filter(None, [root, given]))
@@ -37,7 +39,7 @@ def rank_environment(gpus: bool = False) -> dict[str, str]:
 def run_ranks(
     script: Path, world: int, arguments: Callable[[int], Sequence[str]], folder: Path
 ) -> None:
-    """Run `script` in `world` processes that see the GPUs; AssertionError once one fails."""
+    """Run `script` in `world` processes that see the GPUs; AssertionError as soon as one fails."""
     places = {
         "WORLD_SIZE": str(world),
         "MASTER_PORT": str(free_port()),

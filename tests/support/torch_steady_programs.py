@@ -1,6 +1,6 @@
-"""Real ranks that rebalance where nothing calls for it; each function is one rank of a RankServer.
+"""Real ranks that rebalance when there is no reason to; each function is one rank of a RankServer.
 
-Own work is timed by a clock that the training turns, so what happens takes as long on any machine.
+Own work is measured with a clock that the training sets, so results don't depend on the machine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STEPS, BATCHES = 200, 50  # of a training, of an epoch
 
 
 class SteadyCase(msgspec.Struct, frozen=True):
-    """A training of 200 steps, in which something happens."""
+    """A training of 200 steps with some event."""
 
     slower: int = 0  # from this step on, rank 1 takes 40 % longer
     stall: int = 0  # in this step, rank 1 takes 2 s longer
     input_stall: int = 0  # before this step, rank 0 waits 10 s for its rows
-    evaluation: int = 0  # after every so many steps, 3 s, on rank 0 a little longer
-    checkpoint: int = 0  # after every so many steps, from 0.5 to 2.5 s on rank 0
-    norms: int = 0  # in every so many steps, 0.1 s, on rank 1 twice as long
+    evaluation: int = 0  # after every so many steps: 3 s, on rank 0 a little more
+    checkpoint: int = 0  # after every so many steps: 0.5 to 2.5 s on rank 0
+    norms: int = 0  # after every so many steps: 0.1 s, on rank 1 twice as long
 
 
 NOISE = 0.02  # relative standard deviation of a step's own work
@@ -45,7 +45,7 @@ CASES = {
 
 
 def steady(folder: Path, rank: int) -> None:
-    """Train every case; leave the changes of shares."""
+    """Train every case, and save the changes of shares."""
     torch.set_num_threads(1)
     torch.save(
         {name: _Training(case, rank).run() for name, case in CASES.items()}, folder / f"{rank}.pt"
@@ -53,7 +53,7 @@ def steady(folder: Path, rank: int) -> None:
 
 
 class _LateRows(TensorDataset):
-    """Rows that are late for one step; batches are fetched in their turn."""
+    """Rows that arrive late for one step; batches aren't fetched ahead."""
 
     clock: TurnedClock
     fetched = late = 0
@@ -75,7 +75,7 @@ class _Training:
         self._optimizer = torch.optim.SGD(self._net.parameters(), 0.01)
 
     def run(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The first step with each of the new shares."""
+        """Train, and return the first step with each of the new shares."""
         rows = _LateRows(*data(BATCHES * sum(SHARES)).tensors)
         rows.clock, rows.late = self._clock, self._case.input_stall * (self._rank == 0)
         loader, held = self._split.loader(rows), self._split.loader(data(160), training=False)

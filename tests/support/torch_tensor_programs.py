@@ -1,5 +1,6 @@
-"""Loops whose optimizers train tensors that no module has: ranks learn them as one process does, or
-say why not before the first step.
+"""Loops whose optimizers train tensors that no module has.
+
+Ranks learn them as one process does, or refuse them before the first step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def tensor(*shape: int) -> torch.Tensor:
 
 
 def two_tasks(made: torch.Tensor, rows: Any, log_var: torch.Tensor) -> torch.Tensor:
-    """Kendall's loss: of classes and of a number, each by its own variance."""
+    """Kendall's loss for a class and a number, each weighted by its own variance."""
     inputs, labels = rows
     kinds = F.cross_entropy(made[:, :CLASSES], labels)
     sizes = F.mse_loss(made[:, CLASSES], inputs.sum(1))
@@ -97,7 +98,7 @@ def log_variances_in_passes(given: Given) -> Weights:
 
 @exact
 def log_variances_accumulated(given: Given) -> Weights:
-    """In windows of two batches, whose last is shorter."""
+    """Accumulates two batches per step; the last one of an epoch may be alone."""
     split, log_var = given.split(), tensor(2)
     model, loader = split.wrap(network(CLASSES + 1)), split.loader(given.rows)
     optimizer = torch.optim.Adam([*model.parameters(), log_var], 0.05)
@@ -115,7 +116,9 @@ def log_variances_accumulated(given: Given) -> Weights:
 
 @exact
 def a_temperature_of_its_own_by_rows(given: Given) -> Weights:
-    """SAC's, as CleanRL writes it: its loss goes through no model, by an optimizer of its own."""
+    """The temperature of SAC as in CleanRL: its loss uses no model, and it has its own
+    optimizer.
+    """
     split, log_alpha = given.split(), tensor(1)
     model, loader = split.wrap(network()), split.loader(given.rows)
     actor = torch.optim.Adam(model.parameters(), 0.05)
@@ -146,7 +149,7 @@ class Numbered(Dataset[Any]):
 
 @exact
 def a_code_for_each_of_the_rows(given: Given) -> Weights:
-    """An auto-decoder: the codes are a table, of which each rank's rows reach other lines."""
+    """An auto-decoder with a table of codes, of which each rank's rows use different entries."""
     split = given.split()
     codes = torch.randn(
         (len(given.rows), WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64
@@ -163,7 +166,7 @@ def a_code_for_each_of_the_rows(given: Given) -> Weights:
 
 @exact
 def a_prompt_of_a_frozen_model(given: Given) -> Weights:
-    """Nothing but the tensor is trained."""
+    """Trains only the tensor."""
     split, prompt = given.split(), tensor(WIDTH)
     net = network().requires_grad_(False)
     optimizer = torch.optim.Adam([prompt], 0.05)
@@ -175,7 +178,7 @@ def a_prompt_of_a_frozen_model(given: Given) -> Weights:
 
 @exact
 def two_tensors_by_turns(given: Given) -> Weights:
-    """Each reached by some steps only, in one optimizer."""
+    """One optimizer for two tensors, each of which is used only in some steps."""
     split, shift, scale = given.split(), tensor(1), tensor(1)
     model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = torch.optim.SGD([*model.parameters(), shift, scale], 0.1)
@@ -189,7 +192,7 @@ def two_tensors_by_turns(given: Given) -> Weights:
 
 @exact
 def copies_of_weights_that_the_loop_steps(given: Given) -> Weights:
-    """Their gradients are copied from the wrapped model's, so they are summed already."""
+    """Copies their gradients from the wrapped model, where they are already summed."""
     split = given.split()
     model, loader = split.wrap(network()), split.loader(given.rows)
     copies = [each.detach().clone().requires_grad_() for each in model.parameters()]
@@ -239,7 +242,7 @@ def a_tensor_that_each_rank_draws(given: Given) -> Weights:
 
 @refused("wrap that too: head = split.wrap(head)")
 def a_head_that_the_loss_has(given: Given) -> Weights:
-    """ArcFace, proxies: a module with weights of its own, which the optimizer trains too."""
+    """The loss is a module with its own trained weights, as in ArcFace or proxy losses."""
     split, head = given.split(), nn.Linear(CLASSES, CLASSES).double()
     model = split.wrap(network())
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 0.05)

@@ -1,5 +1,6 @@
-"""Loops that take gradients apart from the usual way: exact, or refused where ranks would learn
-something else.
+"""Loops that handle gradients in unusual ways.
+
+They learn exactly the same, or are refused if ranks would learn something else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tests.support.torch_program_parts import (
 
 
 def accumulate(given: Given, net: nn.Module, loss: Any, window: int = 2) -> Weights:
-    """Windows of batches; what an epoch leaves over is applied too."""
+    """Train with accumulated batches; a step also uses those left over at the end of an epoch."""
     split = given.split()
     model, loader = split.wrap(net.double()), split.loader(given.rows)
     optimizer = adamw(model)
@@ -56,7 +57,7 @@ def accumulate(given: Given, net: nn.Module, loss: Any, window: int = 2) -> Weig
 
 
 class Scaled(nn.Module):
-    """Returns a parameter itself beside its scores."""
+    """Returns a parameter beside its scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ def a_layer_that_trains_for_a_while(given: Given) -> Weights:
 
 @exact
 def a_gan_in_one_module_whose_halves_are_frozen_in_turn(given: Given) -> Weights:
-    """As Lightning's toggle_optimizer does, from before the first sum on."""
+    """Like Lightning's toggle_optimizer, starting before the first exchange."""
 
     class Gan(nn.Module):
         def __init__(self) -> None:
@@ -201,7 +202,7 @@ def penalties_with_backward_passes_of_their_own(given: Given) -> Weights:
 
 @exact
 def called_as_a_function_of_its_weights(given: Given) -> Weights:
-    """And with gradients once more, only to log."""
+    """Also calls the model a second time with gradients, only for logging."""
 
     def step(loop: Loop, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         outputs = torch.func.functional_call(
@@ -234,8 +235,9 @@ def one_optimizer_of_two_models_in_turn(given: Given) -> Weights:
 
 
 def by_split_step(given: Given, compute: Callable[[Any, Any], torch.Tensor]) -> Weights:
-    """Two batches to a window, the first one without a sum, by a GradScaler whose scale overflows
-    once.
+    """Train with split.step and a GradScaler whose scale overflows once.
+
+    Each step has two batches, of which only the second exchanges gradients.
     """
     split = given.split_in_passes()
     model = split.wrap(network())
@@ -324,7 +326,9 @@ def a_batch_that_one_rank_leaves_out(given: Given) -> Weights:
 
 @exact
 def a_target_that_follows_in_the_forward_pass(given: Given) -> Weights:
-    """A momentum encoder moves by itself, also as the loss is checked."""
+    """A momentum encoder that updates itself in each forward pass, also while the loss
+    is checked.
+    """
 
     class Follows(nn.Module):
         def __init__(self) -> None:
@@ -367,7 +371,7 @@ def a_rate_by_a_ranks_own_loss(given: Given) -> Weights:
 
 @refused("The ranks' weights aren't the same")
 def a_rate_that_is_a_rounding_apart(given: Given) -> Weights:
-    """By so little that it takes thousands of steps to be seen in a figure."""
+    """The learning rates differ so little that it takes thousands of steps to see the effect."""
     split = given.split()
     model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.2 * (1 + 1e-8 * split.rank))
@@ -378,7 +382,7 @@ def a_rate_that_is_a_rounding_apart(given: Given) -> Weights:
 
 @refused("The ranks' weights aren't the same")
 def a_layer_that_ranks_draw_apart(given: Given) -> Weights:
-    """Drawn again in each epoch, after masks of which ranks draw unequal numbers."""
+    """Resets a layer in each epoch, after ranks drew different numbers of dropout masks."""
     split, last = given.split(), nn.Linear(6, CLASSES).double()
     model, loader = (
         split.wrap(nn.Sequential(network(6), nn.Dropout(0.1), last)),
@@ -392,9 +396,7 @@ def a_layer_that_ranks_draw_apart(given: Given) -> Weights:
 
 
 class OwnLoss(nn.Module):
-    """Returns a mean that is weighted by what its rows say, as a model of Hugging Face's by
-    labels.
-    """
+    """Returns a mean weighted by values of its rows, as models of transformers do by labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +421,9 @@ def a_weighted_mean_inside_the_model(given: Given) -> Weights:
 
 @refused("it isn't a mean over rows")
 def advantages_centred_over_the_batch(given: Given) -> Weights:
-    """As PPO has them; the first batch is taken before the loop, to look at its shape."""
+    """Centres advantages as in PPO; the first batch is fetched before the loop to look at its
+    shape.
+    """
     split = given.split()
     model, loader = split.wrap(network()), split.loader(given.rows)
     optimizer = sgd(model)
@@ -478,8 +482,9 @@ def a_loop_over_the_rows_of_a_batch(given: Given) -> Weights:
 
 @exact
 def a_target_that_moves_before_its_batch(given: Given) -> Weights:
-    """In place, as an average of the weights, and part of the loss: computed again, it would move
-    further.
+    """Updates a moving average in place before each batch; the loss uses it.
+
+    It would move twice if the batch were computed again.
     """
     split, target = given.split(), network()
     model = split.wrap(network())
@@ -538,7 +543,7 @@ def errors_that_the_loop_goes_on_after(given: Given) -> Weights:
 
 
 def in_turns(given: Given, other: Step, net: nn.Module | None = None) -> Weights:
-    """Two usual steps, then another kind."""
+    """Do two usual steps, then another kind."""
     steps = iter([plain, plain])
     return given.fit(net or network(), lambda *batch: next(steps, other)(*batch))
 

@@ -1,4 +1,4 @@
-"""Trainings that log evener's figures to trackers, through the loggers of their trainers.
+"""Trainings that log evener's metrics to trackers, through their trainers' loggers.
 
 tests/support/rank_server.py runs the functions that take a folder and a rank.
 """
@@ -27,12 +27,12 @@ from evener.torch import Split
 from tests.support.huggingface_programs import Plain, Points, make_plan
 from tests.support.lightning_programs import Module, points
 
-STEPS, STEP_SECONDS = 40, 0.03  # long enough for a second report of each rank
+STEPS, STEP_SECONDS = 40, 0.03  # long enough for a second report from each rank
 ROWS = 8
 
 
 class Slow(Plain):
-    """Takes its time in each pass."""
+    """A model that is slow in each pass."""
 
     def forward(self, x: Any, y: Any) -> Any:
         time.sleep(STEP_SECONDS)
@@ -46,7 +46,7 @@ class SlowModule(Module):
 
 
 class Tracker(TrainerCallback):
-    """Keeps what a tracker's callback is given, which stands among `report_to`'s."""
+    """Keeps what a tracker's callback is given, among those named in `report_to`."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -68,11 +68,11 @@ class KeepingLogger(Logger):
         self.logs.append({**metrics, "step": step})
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def by_trainer(folder: Path, kind: Any = Trainer, trackers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A trainer's logs: what its trackers got, what it printed, and what it remembers."""
+    """Return a Trainer's logs: what its trackers got, what it printed, and its history."""
     arguments = TrainingArguments(
         str(folder / "trainer"),
         per_device_train_batch_size=ROWS,
@@ -102,8 +102,9 @@ def by_trainer(folder: Path, kind: Any = Trainer, trackers: tuple[str, ...] = ()
 
 
 def make_trackio() -> Any:
-    """transformers' own callback for trackio, over a module that keeps what it is given: trackio
-    itself brings a server.
+    """Return transformers' own trackio callback with a module that keeps what it gets.
+
+    The real trackio starts a server.
     """
     callback = TrackioCallback.__new__(TrackioCallback)
     callback._trackio, callback._space_id, callback._initialized = mock.MagicMock(), None, True
@@ -111,7 +112,7 @@ def make_trackio() -> Any:
 
 
 def by_lightning(folder: Path, split: Any = None) -> dict[str, Any]:
-    """What the logger of a Lightning trainer got."""
+    """Return what the logger of a Lightning trainer got."""
     logger = KeepingLogger()
     options: dict[str, Any] = {}
     if split is not None:
@@ -142,12 +143,12 @@ def by_lightning(folder: Path, split: Any = None) -> dict[str, Any]:
 
 
 def own_reports() -> list[Any]:
-    """What the monitor sees of this process."""
+    """Return what the monitor sees of this process."""
     return [each for each in read_trainings() if each.pid == os.getpid()]
 
 
 def train_by_plan(folder: Path, rank: int) -> None:
-    """Both trainers by a plan of 6 + 2 rows."""
+    """Train with both trainers and a plan of 6 + 2 rows."""
     torch.set_num_threads(1)
     os.environ["EVENER_LIVE_DIR"] = str(folder / "live")
     plan = make_plan((6, 2))
@@ -159,7 +160,9 @@ def train_by_plan(folder: Path, rank: int) -> None:
 
 
 def train_without(folder: Path, rank: int, kept: str) -> None:
-    """Both trainers and a loop without a plan; the first one to the trackers that are installed."""
+    """Train with both trainers and a loop without a plan, the first one with the installed
+    trackers.
+    """
     torch.set_num_threads(1)
     os.environ |= {
         "EVENER_LIVE_DIR": str(folder / "live"),
@@ -172,13 +175,14 @@ def train_without(folder: Path, rank: int, kept: str) -> None:
     trackers = tuple(name for name, module in modules.items() if find_spec(module))
     found: dict[str, Any] = {"Trainer": by_trainer(Path(kept), trackers=trackers)}
     if "wandb" in trackers:
-        import_module("wandb").finish()  # writes what is left: a rank ends without its exit hooks
+        # writes the remaining data, as a rank ends without exit hooks
+        import_module("wandb").finish()
     found |= {"Lightning": by_lightning(folder), "loop": by_loop(), "trackers": trackers}
     torch.save(found, folder / f"{rank}.pt")
 
 
 def by_loop() -> dict[str, Any]:
-    """The last metrics of a user's own loop, and the first ones."""
+    """Return the last and the first metrics of a user's own loop."""
     first = evener.metrics()
     for _ in range(STEPS):
         time.sleep(STEP_SECONDS)

@@ -1,5 +1,6 @@
-"""Trainings by transformers' Trainer and by Lightning whose loss the first batch doesn't show, and
-exact ones, with audits and without. See tests/evener/test_trainer_audits.py.
+"""Trainings with transformers and Lightning whose loss looks like a mean in the first batch only.
+
+Exact ones are trained too, with audits and without. See tests/evener/test_trainer_audits.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PLAIN = Program("plain", ROWS, {"learning_rate": 1e-2, "num_train_epochs": 3})
 
 
 def train_and_tell(train: Callable[[], Any], weights: Callable[[], Any]) -> dict[str, Any]:
-    """What a training said, as a warning or at its end, and its weights."""
+    """Return a training's warnings, its error message and its weights."""
     said = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -43,7 +44,7 @@ def train_and_tell(train: Callable[[], Any], weights: Callable[[], Any]) -> dict
 
 
 class Robust(Trainer):
-    """A mean over rows, with dropout; notes its losses, and logs them."""
+    """Trains a mean over rows with dropout, and keeps and logs its losses."""
 
     dropout = 0.2
 
@@ -69,7 +70,7 @@ class Robust(Trainer):
 
 
 class LateMoments(Robust):
-    """From the fourth step on, the mean of the batch counts."""
+    """From the fourth step on, the loss depends on the batch's mean."""
 
     def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = super().judge(predicted, targets)
@@ -79,7 +80,7 @@ class LateMoments(Robust):
 
 
 class OwnBaseline(Robust):
-    """Compares with a moving mean of the batches' targets."""
+    """Subtracts a moving mean of the batches' targets."""
 
     def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = ((targets - self.baseline) * predicted).mean() + predicted.square().mean()
@@ -88,7 +89,9 @@ class OwnBaseline(Robust):
 
 
 class Unlike(Robust):
-    """Ranks round in other ways, as devices of two kinds do, and the loss makes much of it."""
+    """Ranks round differently, as on two kinds of devices, and the loss amplifies the
+    difference.
+    """
 
     sharpness = 1e8
     terms = torch.linspace(-1.0, 1.3, 32, dtype=torch.float64)
@@ -102,7 +105,7 @@ class Unlike(Robust):
 
 
 class Mixing:
-    """Collates rows, and mixes each with the one before once a callback says so."""
+    """Collates rows; after a callback has enabled it, it mixes each row with the one before."""
 
     mixes = False
 
@@ -115,7 +118,7 @@ class Mixing:
 
 
 class Starts(TrainerCallback):
-    """Has the collator mix from the second epoch on."""
+    """Enables the mixing after the first epoch."""
 
     def __init__(self, collator: Mixing) -> None:
         self.collator = collator
@@ -134,7 +137,7 @@ HUGGINGFACE: dict[str, type[Trainer]] = {
 
 
 def train_huggingface(folder: Path, rank: int) -> None:
-    """Each program by a plan; the exact one without audits too."""
+    """Train each program with a plan, and the exact one without audits too."""
     found = {}
     for name in [*HUGGINGFACE, "unaudited"]:
         kind = HUGGINGFACE.get(name, Robust)
@@ -155,7 +158,7 @@ def train_huggingface(folder: Path, rank: int) -> None:
 
 
 class Late(pl.LightningModule):
-    """A mean over rows with dropout, and from the second epoch on the batch's deviation."""
+    """A mean over rows with dropout; after the first epoch, the batch's deviation is added."""
 
     late = True
 
@@ -186,7 +189,7 @@ class Always(Late):
 
 
 class Adversaries(pl.LightningModule):
-    """A critic with clamped weights, a maker, and a schedule, in manual optimization."""
+    """A generator, a critic with clamped weights, and a schedule, with manual optimization."""
 
     relative = False
 
@@ -236,7 +239,7 @@ LIGHTNING: dict[str, type[Any]] = {
 
 
 def train_lightning(folder: Path, rank: int) -> None:
-    """Each program by a plan; the exact ones without audits too."""
+    """Train each program with a plan, and the exact ones without audits too."""
     found = {}
     plain = {f"{name}, unaudited": LIGHTNING[name] for name in ("exact", "exact, manual")}
     for name, kind in {**LIGHTNING, **plain}.items():

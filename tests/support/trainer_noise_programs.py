@@ -1,5 +1,6 @@
-"""The noise scale as trainers measure it, at weights that stay; rank_server.py runs `huggingface`
-and `lightning`.
+"""The noise scale that trainers measure with constant weights.
+
+rank_server.py runs `huggingface` and `lightning`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHARES = (40, 24)
 
 
 class Classifier(nn.Module):
-    """As transformers' trainers take it: it computes its loss, a mean over rows."""
+    """A model as transformers expects it: it computes its loss, a mean over rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,20 +37,20 @@ class Classifier(nn.Module):
 
 
 EXACT, STEPS = 6, 110
-Learned = tuple[Any, list[torch.Tensor]]  # the noise scale, and the weights
+Learned = tuple[Any, list[torch.Tensor]]  # the noise scale and the weights
 
 
 def set_up(noise: Any) -> None:
-    """Look at every step, and let all count alike."""
+    """Measure in every step, with equal weight."""
     if noise is not None:
         noise.window, noise.every = NoiseWindow(1), 1
 
 
 def save(folder: Path, rank: int, train: Any, *exact: Any) -> None:
-    """What a trainer measures with a batch at a time, and accumulated by two; whether weights are
-    the same without.
+    """Save what a trainer measures with one batch per step and with two accumulated ones.
 
-    `exact` are functions that train with noise or without.
+    Also saves whether the weights of `exact`, which are functions that train, are the same with and
+    without the measurement.
     """
     same = [all(map(torch.equal, learn(False)[1], learn(True)[1])) for learn in exact]
     torch.save(([train(1, STEPS)[0], train(2, STEPS // 2)[0]], same), folder / f"{rank}.pt")

@@ -1,5 +1,6 @@
-"""Trainings whose models ignore num_items_in_batch, so that transformers multiplies their losses by
-the number of processes; nothing of evener is in it.
+"""Trainings whose models ignore num_items_in_batch, without any use of evener.
+
+transformers then multiplies their losses by the number of processes.
 """
 
 import argparse
@@ -34,7 +35,7 @@ classified = [{"input_ids": text, "labels": int(text[0]) % 2} for text in texts]
 
 
 def mask(text: torch.Tensor, count: int) -> dict[str, Any]:
-    """A text whose first tokens are masked."""
+    """Return a text whose first tokens are masked in the labels."""
     labels, inputs = torch.full((8,), -100), text.clone()
     labels[:count], inputs[:count] = text[:count], 2
     return {"input_ids": inputs, "labels": labels}

@@ -1,6 +1,4 @@
-"""A program with a transformers.Trainer, written as its users write it: nothing of evener is in
-it.
-"""
+"""A transformers Trainer program as a user writes it, which doesn't mention evener."""
 
 import argparse
 from typing import Any
@@ -34,7 +32,7 @@ for _ in range(32):
 
 
 class SumTrainer(Trainer):
-    """A trainer whose loss is a sum over rows."""
+    """A Trainer whose loss is a sum over rows."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return model(input_ids=inputs["input_ids"]).logits.square().sum()

@@ -1,4 +1,4 @@
-"""Reports of trainings, as their ranks write them."""
+"""Reports of trainings as their ranks write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_ranks(
     most: tuple[int, int] = (0, 0),
     **changed: Any,
 ) -> tuple[Training, Training]:
-    """Two ranks of one training; by default one was held up for 150 ms in its backward pass."""
+    """Return two ranks of a training; by default one was delayed by 150 ms in its backward pass."""
     facts: dict[str, Any] = {
         "training": "t",
         "world": 2,

@@ -1,4 +1,4 @@
-"""The same for TRL's trainers and adapters of PEFT; see tests/support/huggingface_programs.py."""
+"""TRL's trainers and PEFT's adapters, trained as in tests/support/huggingface_programs.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Numbers as words."""
+    """Return a tokenizer whose words are numbers."""
     vocabulary = {str(word): word for word in range(WORDS)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -55,7 +55,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_rows(kind: str) -> Dataset:
-    """Rows of unequal length, tokenized."""
+    """Return tokenized rows of unequal length."""
     generator = torch.Generator().manual_seed(4)
 
     def text(least: int, most: int) -> list[int]:
@@ -71,7 +71,7 @@ def make_rows(kind: str) -> Dataset:
 
 
 def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
-    """What the trainer of a program is made of."""
+    """Return the arguments from which a program's trainer is made."""
     head = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
     model = tiny_llama(head, pad_token_id=1, num_labels=1).double()
     _, options, more = KINDS[kind]
@@ -105,7 +105,7 @@ def make_parts(kind: str, folder: str, **changes: Any) -> dict[str, Any]:
 
 
 def describe(trainer: Any) -> dict[str, Any]:
-    """What a training ended with."""
+    """Return the weights and metrics at the end of a training."""
     sharded = hasattr(trainer.model, "exchange")
     state = whole(trainer.model) if sharded else dict(trainer.model.named_parameters())
     weights = {name: state[name].detach().clone() for name, _ in trainer.model.named_parameters()}
@@ -114,7 +114,7 @@ def describe(trainer: Any) -> dict[str, Any]:
 
 
 def reference(kind: str) -> dict[str, Any]:
-    """By the bare trainer in this process."""
+    """Train with the original trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = KINDS[kind][0](
             **make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH)
@@ -124,7 +124,7 @@ def reference(kind: str) -> dict[str, Any]:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank."""
+    """Train every program as one rank."""
     torch.set_num_threads(1)
     audit_first_step()
     plan, found = make_plan(shares, micros), {}
@@ -137,6 +137,6 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every program in one process."""
+    """Train every program in one process."""
     torch.set_num_threads(1)
     torch.save({kind: reference(kind) for kind in KINDS}, folder / f"{rank}.pt")

@@ -1,4 +1,4 @@
-"""Verdicts of searches that have come to what a test says."""
+"""Makes the verdicts of searches with given results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from evener.devices.types import Device
 
 
 def candidate(family: str, layout: Layout) -> Candidate:
-    """Of a family of this name."""
+    """Return a candidate of the family with this name."""
     return Candidate(find_family(family), layout)
 
 
@@ -50,7 +50,7 @@ PLACE = candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
 
 
 def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
-    """A layout's throughput with its relative error."""
+    """Return the throughput of a layout with its relative error."""
     return Result(one.layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
 
 
@@ -61,7 +61,9 @@ def standing(
     tie: bool = False,
     error: float = 0.0,
 ) -> RankedLayout:
-    """A place in the ranking; `against`, the difference from the winner, is known to 0.1 %."""
+    """Return an entry of the ranking; `against` is its difference from the winner, known
+    to 0.1 %.
+    """
     difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
     figure = Interval(rate, rate * (1 - error), rate * (1 + error))
     return RankedLayout(one, figure, difference, tie, 3)
@@ -80,7 +82,7 @@ def judged(
     stop: Stop = Stop.SETTLED,
     **known: Any,
 ) -> Verdict:
-    """The verdict of a search that has come to this."""
+    """Return the verdict of a search with these results."""
     count = len(chosen.layout.shares)
     devices = tuple(
         Device(f"{kind}-{i}", i, "NVIDIA A", kind, None, bfloat16=has)
@@ -105,17 +107,17 @@ def judged(
 
 
 def said(*args: Any, **known: Any) -> VerdictText:
-    """The same in words."""
+    """Return the text of that verdict."""
     return write_verdict(judged(*args, **known))
 
 
 def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
-    """One measured turn with each device's own part of the step."""
+    """Return one measured turn, with each device's own part of the step."""
     return Timed(Probe(layout, Stage.RACE, 1.0), step, step, step, 9, (None, None), own, step, 1.0)
 
 
 def disturbed_turn(part: float, taken: float = 0.0) -> Timed:
-    """A turn of SPLIT of whose blocks other work disturbed a part."""
+    """Return a turn of SPLIT in which other work disturbed a fraction of its blocks."""
     one = turn(SPLIT.layout, 0.256, (0.2, 0.2))
     return msgspec.structs.replace(
         one, warnings=(MeasurementDoubt("disturbed", part, taken=taken),)

@@ -1,4 +1,4 @@
-"""Waiting for what must come, whatever else the machine is at."""
+"""Waits for a condition, however busy the machine is."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A way through the files, which are read in its order: `python -m tests.support.walk [balance
-[DEVICES] | split]`.
+"""Lists the files that a request passes through: `python -m tests.support.walk [balance [DEVICES] |
+split]`.
 
-`balance` goes from `evener balance` to its Session, `split` from Split to its first weighted
-gradient, on two ranks. A stop is a file in which functions run that had not run before; a return is
-a stop in a file that had been left. Functions that run while a module is imported have no request
-yet, and comprehensions belong to their function. What PyTorch calls back, in a forward or backward
-pass or as it draws rows, is no part of the way, and listed by itself.
+`balance` goes from `evener balance` to its Session; `split` goes from Split to its first weighted
+gradient, on two ranks. A stop is a file with functions that run for the first time; a return is a
+stop in a file that was left before. Functions that run while a module is imported don't count, and
+comprehensions belong to their function. What PyTorch calls back, in a forward or backward pass or
+to fetch rows, is listed separately.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ INNER = {"<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictc
 
 
 class Arrived(BaseException):
-    """The session has been made."""
+    """The session has been created."""
 
 
 class Walk:
-    """Profiles this thread until `Session.__init__` returns; `stops` has a file and its functions
-    for each stop.
+    """Profiles this thread until `Session.__init__` returns.
 
-    `hooks` are functions that PyTorch called, and what they called.
+    `stops` has a file and its functions for each stop; `hooks` has the functions that PyTorch
+    called and those that they called.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Walk:
         self._known: set[CodeType] = set()
 
     def see(self, frame: FrameType, event: str, _: object) -> None:
-        """A profile function, as sys.setprofile calls it."""
+        """Handle an event; a profile function for sys.setprofile."""
         code = frame.f_code
         if event == "return" and code is Session.__init__.__code__:
             sys.setprofile(None)
@@ -58,7 +58,7 @@ class Walk:
             or not code.co_flags & 2
             or _imports(frame)
         ):
-            return  # 2, CO_NEWLOCALS: the bodies of classes haven't it
+            return  # 2 is CO_NEWLOCALS, which class bodies don't have
         if _is_called_back(frame):
             self.hooks.append(f"{file} {code.co_qualname}")
             return
@@ -67,12 +67,12 @@ class Walk:
         self.stops[-1][1].append(code.co_qualname)
 
     def returns(self) -> int:
-        """The number of stops in a file that had been left."""
+        """The number of stops in a file that was left before."""
         return len(self.stops) - len({file for file, _ in self.stops})
 
 
 def _is_called_back(frame: FrameType | None) -> bool:
-    """True if PyTorch stands above this frame."""
+    """True if a function of PyTorch is among the callers of this frame."""
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
             return True
@@ -81,7 +81,7 @@ def _is_called_back(frame: FrameType | None) -> bool:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """True if a module is being imported above this frame."""
+    """True if the frame runs while a module is imported."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
             return True
@@ -90,7 +90,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def walk_balance(walk: Walk, devices: str = "sim:gtx1080ti,gtx1080") -> None:
-    """Walk from `evener balance` to its Session."""
+    """Follow `evener balance` to its Session."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder
         sys.setprofile(walk.see)
@@ -99,9 +99,7 @@ def walk_balance(walk: Walk, devices: str = "sim:gtx1080ti,gtx1080") -> None:
 
 
 def walk_split(walk: Walk) -> None:
-    """Walk from Split to the end of the first backward pass, as one of the ranks of an
-    environment.
-    """
+    """Follow Split to the end of the first backward pass, as one of several ranks."""
     import torch
 
     from evener.torch import Split
@@ -117,7 +115,7 @@ def walk_split(walk: Walk) -> None:
 
 
 def save_split(folder: Path, rank: int) -> None:
-    """The report of `walk_split`, as a rank of a RankServer."""
+    """Save the report of `walk_split`, as a rank of a RankServer."""
     import torch
 
     walk_split(walk := Walk())
@@ -125,7 +123,7 @@ def save_split(folder: Path, rank: int) -> None:
 
 
 def start_split(walk: Walk) -> None:
-    """`walk_split` on two ranks, of which the other one is a process of its own."""
+    """Run `walk_split` on two ranks, of which the second is a separate process."""
     from .torch_start import free_port, rank_environment
 
     if "RANK" in os.environ:
@@ -142,9 +140,7 @@ def start_split(walk: Walk) -> None:
 
 
 def report(walk: Walk) -> str:
-    """Each stop, `<-` before a return, then what was called back, and the number of returns
-    last.
-    """
+    """Return each stop with `<-` before a return, then callbacks, and the number of returns."""
     been, lines = set[str](), []
     for file, functions in walk.stops:
         lines.append(" ".join(["<-" if file in been else "  ", file, *functions]))
@@ -155,7 +151,7 @@ def report(walk: Walk) -> str:
 
 
 def main(way: str = "balance", *words: str) -> None:
-    """Print the report of a way."""
+    """Print the report for a request."""
     walk = Walk()
     {"balance": walk_balance, "split": start_split}[way](walk, *words)
     print(report(walk))

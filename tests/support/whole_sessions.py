@@ -1,4 +1,4 @@
-"""Searches from the request to their end, in this process."""
+"""Runs sessions from the request to their end, in this process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from evener.balancer.session import Session
 
 
 def drive(request: Request, resume: str | None = None) -> list[Event]:
-    """Every event of a session, closed behind it."""
+    """Return every event of a session, and close it."""
     with closing(Session(open_run(request, resume=resume))) as session:
         return list(session.events())
 
 
 def finish(request: Request, resume: str | None = None) -> tuple[Finished, list[Event]]:
-    """The end of a session that finishes, and every event."""
+    """Return the result of a session that finishes, and every event."""
     events = drive(request, resume)
     last = events[-1]
     assert isinstance(last, Finished)
@@ -25,6 +25,6 @@ def finish(request: Request, resume: str | None = None) -> tuple[Finished, list[
 
 
 def make_runs(count: int) -> None:
-    """Finished runs on two simulated cards, which differ by their noise."""
+    """Make finished runs on two simulated cards, which differ only in their noise."""
     for seed in range(count):
         finish(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))
