@@ -248,6 +248,8 @@ def test_blocks_and_what_is_as_large_are_units() -> None:
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.head = torch.nn.Linear(programs.WIDTH, 100)
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    model.head = torch.nn.Linear(programs.WIDTH, 12)  # a third of a block
+    assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
     assert list(choose_units(model, model.blocks)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.named = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2)})
     assert list(choose_units(model, [model.named, torch.nn.GRU, model.head])) == [

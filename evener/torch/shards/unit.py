@@ -16,14 +16,17 @@ from .place import ShardRank
 from .slot import Slot, byte_count
 
 PARTS = 8  # approximate number of units of a model without repeated blocks
+# a layer with this fraction of the smallest block's parameters is a unit, so that it isn't whole
+# all through a pass
+LARGE_LAYER = 0.3
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """Return the units of a model by name; no unit is inside another.
 
     `wanted` are the units' classes or modules. By default, units are the blocks of the model's
-    outermost ModuleLists, and other layers that are at least as large as the smallest block, such
-    as embeddings. Without such blocks, units are modules with up to an eighth of the model's
+    outermost ModuleLists, and other layers with at least 0.3 of the smallest block's parameters,
+    such as embeddings. Without such blocks, units are modules with up to an eighth of the model's
     parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
@@ -59,7 +62,7 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return the repeated blocks of a model, and layers at least as large as the smallest block.
+    """Return the repeated blocks of a model, and other large layers.
 
     Without repeated blocks, return modules with up to an eighth of the model's parameters.
     """
@@ -74,7 +77,7 @@ def _choose_blocks(model: Any) -> dict[str, Any]:
         for own, block in _find(f"{name}.", each, is_called, _lists)
     }
     if blocks:
-        least = min(map(_count, blocks.values()))
+        least = LARGE_LAYER * min(map(_count, blocks.values()))
         layers = _find(
             "",
             model,
@@ -174,7 +177,7 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     return casts if casted else tensor.dtype
 
 
-def _is_lookup(module: Any) -> bool:
+def is_lookup(module: Any) -> bool:
     """True for an embedding, whose backward pass doesn't read its parameters."""
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
@@ -204,7 +207,7 @@ class Unit:
             kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor))
             kinds.setdefault(kind, []).append(each)
         self.flats = [Flat(place, each, held) for each in kinds.values()]
-        self.reads_backward = not _is_lookup(module)
+        self.reads_backward = not is_lookup(module)
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False

@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..packed import list_statistics
 from ..sums.collectives import own_collectives, spread
 from .place import ShardRank
 from .slot import Slot, byte_count
-from .unit import choose_dtype, find_parameters
+from .unit import choose_dtype, find_parameters, is_lookup
 
 STATE_COPIES = 4  # copies of a trained parameter: itself, its gradient, two for the optimizer
 MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on each device
@@ -28,19 +28,26 @@ MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
     """Return the maximum bytes that a rank holds besides its part of the state and activations.
 
-    That is the model's own parameters and the two largest units whole, gradients of the model's
-    own parameters and of one unit in the dtype in which they were computed and in a buffer in their
-    shards' dtype, the unsharded parameters with their gradients and optimizer state, and the
-    statistics of packed weights.
+    That is the model's own parameters whole with their gradients, two units whole, and the
+    gradients of a unit: in the dtype in which they were computed, and in a buffer in their shards'
+    dtype. An embedding isn't whole while its gradients are reduced. Added to that are the unsharded
+    parameters with their gradients and optimizer state, and the statistics of packed weights.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
-    root, *rest = (_measure(own, whole, dtype, casts) for own in parameters.values())
-    largest = sorted((each.gathered for each in rest), reverse=True)[:2]
-    reduced = max((each.gradients + each.buffer for each in rest), default=0)
+    sizes = {name: _measure(own, whole, dtype, casts) for name, own in parameters.items()}
+    root = sizes.pop("")
+    lookups = [size for name, size in sizes.items() if is_lookup(units[name])]
+    others = [size for name, size in sizes.items() if not is_lookup(units[name])]
+    peaks = [
+        root.buffer,
+        _add_largest(sizes.values()),  # in the forward pass
+        _add_largest(others) + max((each.reduced for each in others), default=0),
+        max((each.reduced for each in lookups), default=0),
+    ]
     beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
     beside += sum(map(byte_count, list_statistics(model.parameters())))
-    return root.gathered + root.gradients + max(root.buffer, sum(largest) + reduced) + beside
+    return root.gathered + root.gradients + max(peaks) + beside
 
 
 class UnitBytes(NamedTuple):
@@ -49,6 +56,16 @@ class UnitBytes(NamedTuple):
     gathered: int
     gradients: int
     buffer: int
+
+    @property
+    def reduced(self) -> int:
+        """The bytes of gradients while they are reduced."""
+        return self.gradients + self.buffer
+
+
+def _add_largest(units: Iterable[UnitBytes]) -> int:
+    """Return the bytes of the two largest units whole: one that computes, and the next one."""
+    return sum(sorted((each.gathered for each in units), reverse=True)[:2])
 
 
 def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any) -> UnitBytes:
