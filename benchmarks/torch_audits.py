@@ -153,10 +153,12 @@ def measure_cost(
         step()
     step_peak = _measure_peak(step)
     first = _time_added(step, partial(step, ROWS, known=known, moves=True), device.type, turns=1)
+    new_shapes = _time_added(step, kinds["late"], device.type, turns=1)
     peaks = {name: _measure_peak(kind) for name, kind in kinds.items()}
     figures: dict[str, Any] = {
         "parameters": sum(map(torch.numel, model.parameters())),
         "rows": rows,
+        "first late audit ms": round(new_shapes * 1e3, 1),
         "peak beside a step's": {
             name: round(peak / (step_peak or 1), 4) for name, peak in peaks.items()
         },
