@@ -307,7 +307,6 @@ PROGRAMS = {
     ),
     "fsdp1": job("FSDP1, a loop", "sharded_loop.py 1", "torch"),
     "fsdp2": job("FSDP2, a loop", "sharded_loop.py 2", "torch"),
-    "hf_fsdp1": job("transformers, Trainer, --fsdp full_shard", "hf_trainer.py fsdp1", *TRAINERS),
     "ddp_tutorial": Program(
         title="pytorch/examples, multigpu_torchrun.py",
         words="{src}/examples/distributed/ddp-tutorial-series/multigpu_torchrun.py 2 1 "
@@ -388,6 +387,32 @@ PROGRAMS = {
         "deepspeed",
         always=(("DS_ACCELERATOR", "cpu"),),
     ),
+    "open_clip": Program(
+        title="open_clip, its command, a contrastive loss over ranks",
+        words="-m open_clip_train.main --dataset-type synthetic --train-num-samples 32 --model "
+        "ViT-S-32-alt --batch-size 4 --epochs 1 --workers 1 --precision fp32 --device cpu "
+        "--dist-backend gloo --logs out --lr 1e-4",
+        packages=("open_clip_torch",),
+    ),
+    "nanochat": job(
+        "karpathy/nanochat, scripts.base_train",
+        "chat.py {src}/nanochat",
+        "torch",
+        always=(("TORCHDYNAMO_DISABLE", "1"),),
+    ),
+    **{
+        f"loop_{kind}": job(f"a loop: {title}", f"loops.py {kind}", "torch")
+        for kind, title in (
+            ("plain", "a compiled network, losses logged over ranks"),
+            ("stream", "an IterableDataset"),
+            ("prefetched", "a prefetcher as apex's examples have it"),
+            ("mixed", "mixup by randperm(len(x))"),
+            ("gathered", "all_gather of each step's predictions"),
+            ("centred", "a centre of all ranks' rows, as DINO has it"),
+            ("whole", "items that are whole batches, as kohya has them"),
+            ("boxes", "torchvision's Faster R-CNN, lists of pictures"),
+        )
+    },
     "text_to_image": Program(
         title="diffusers, train_text_to_image.py, EMA, snr_gamma",
         words="{src}/diffusers/examples/text_to_image/train_text_to_image.py "

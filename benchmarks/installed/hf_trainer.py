@@ -1,4 +1,4 @@
-"""Train with transformers' trainers as users do: `hf_trainer.py bert|t5|vit|clip|stream|fsdp1`."""
+"""Train with transformers' trainers as users do: `hf_trainer.py bert|t5|vit|clip|stream`."""
 
 from __future__ import annotations
 
@@ -191,16 +191,6 @@ def train_stream() -> None:
     )
     settings = TrainingArguments(**SETTINGS, save_strategy="no", max_steps=12)
     Trainer(model, settings, train_dataset=Stream(draw_texts(96))).train()
-
-
-def train_fsdp1() -> None:
-    """Train a classifier that is sharded by FSDP1."""
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=64, intermediate_size=64, **SMALL, **STILL)
-    )
-    sharded = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 1}}
-    settings = TrainingArguments(**SETTINGS, save_strategy="no", **sharded)
-    Trainer(model, settings, train_dataset=Rows(draw_texts(96))).train()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,33 @@
 """Train with ultralytics' classification trainer in two processes: `yolo.py FOLDER`.
 
 The `yolo` command starts several processes only for GPUs; each of these processes runs what that
-command would start.
+command would start, with gloo.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import torch
 from ultralytics.models.yolo.classify import ClassificationTrainer
 
+
+class OnCpus(ClassificationTrainer):  # type: ignore[misc]  # ultralytics is not followed
+    """Makes a process group as it does for GPUs."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.world_size = int(os.environ["WORLD_SIZE"])
+
+    def _setup_ddp(self) -> None:
+        torch.distributed.init_process_group("gloo")
+
+
 if __name__ == "__main__":
     torch.manual_seed(3)
-    trainer = ClassificationTrainer(
+    trainer = OnCpus(
         overrides={
             "model": "yolo11n-cls.yaml",
             "data": sys.argv[1],
@@ -28,6 +42,7 @@ if __name__ == "__main__":
             "pretrained": False,
             "optimizer": "SGD",
             "lr0": 0.01,
+            "warmup_epochs": 0,
         }
     )
     trainer.train()
