@@ -128,7 +128,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         loader.strategy = self
         if not self.loaders_in_checkpoints:
             loader.__dict__.update(state_dict=None, load_state_dict=None)
-        if self._planned.rebalancing is not None:
+        if self._planned.rebalancing is not None and self._passes > 1:
             self._planned.rebalancing.passes = (self._passes,) * self._planned.world
         # Lightning may fetch one more batch to find the epoch's end
         self._planned.follow(rows, loader.drawn_ahead + 1)
@@ -177,6 +177,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.exchange_gradients(self.model)
+        self._note_searches()
         if self._planned.world > 1:
             self._rendezvous_on_hosts()
 
@@ -248,6 +249,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         Raises RequestError if training data don't come from one `split.loader`, if training_step
         fetches batches itself, or if LBFGS or a learning-rate search is used with several passes.
         """
+        self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(
@@ -288,6 +290,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
+
+    def _note_searches(self) -> None:
+        """Keep a share in one pass if the value of the loss decides what happens next."""
+        if self._searches:
+            self._planned.weights.computes_at_once = True
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device as Lightning does.

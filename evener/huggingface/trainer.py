@@ -162,7 +162,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
             self.model, False
         )
-        if self._planned.rebalancing is not None:
+        fixed = needs_equal_passes(self) or max(shares.passes) > 1
+        if self._planned.rebalancing is not None and fixed:
             self._planned.rebalancing.passes = shares.passes
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.recovery.check = self._check_parts

@@ -52,25 +52,25 @@ def solve_shares(
     curves: Sequence[Curve],
     batch: int,
     pass_limits: Sequence[int],
-    passes: bool | Sequence[bool],
+    passes: bool | Sequence[int],
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """Return the rows per device that minimize the step time; None if they don't fit.
 
     Shares sum to `batch`, and each is at least `quantum`. A pass limit is the maximum number of
-    rows per pass that fit in a device's memory, or 0 if there is no limit. `passes`, one value for
-    all devices or one for each, is True if a device may take several passes; otherwise its share is
-    at most its pass limit. `extras` are the seconds that each further pass adds to the time of its
-    rows.
+    rows that fit in a device's memory in one pass, or 0 if there is no limit. `passes` has, for
+    each device, the maximum rows of each of several passes; with 0, its share is at most its pass
+    limit. True stands for the pass limits, False for 0. `extras` are the seconds that each further
+    pass adds to the time of its rows.
     """
     count = len(curves)
     more = extras or (0.0,) * count
-    cut = (passes,) * count if isinstance(passes, bool) else passes
+    rows = [each * passes for each in pass_limits] if isinstance(passes, bool) else passes
     devices = []
     for i, (curve, pass_limit) in enumerate(zip(curves, pass_limits, strict=True)):
-        if pass_limit and cut[i]:
-            device = DeviceCurve(i, PassCurve(curve, pass_limit, pass_limit, more[i]), batch)
+        if pass_limit and rows[i]:
+            device = DeviceCurve(i, PassCurve(curve, pass_limit, rows[i], more[i]), batch)
         else:
             device = DeviceCurve(i, curve, min(pass_limit or batch, batch))
         devices.append(device)

@@ -98,7 +98,8 @@ class Guard(Recorder):
         self._with_gradients = False
         self._kind = type(batch).__name__
         lengths = {len(each) for each in tensors_in(unfold(batch)) if each.ndim}
-        self._is_ragged = len(lengths) > 1
+        # an item of the data set may also be several rows, of every tensor
+        self._is_ragged = len(lengths) > 1 or (rows > 0 and any(each % rows for each in lengths))
         super().__init__(models, batch, _judge, rows if self._is_ragged else 0)
 
     @property

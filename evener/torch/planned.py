@@ -178,6 +178,7 @@ class PlannedTraining:
             self.rebalancing = None
         even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, self.ahead)
+        self.passes.recovery.limit.predicted = None
 
     @property
     def begins_even(self) -> bool:

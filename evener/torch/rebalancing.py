@@ -72,6 +72,8 @@ class Rebalancing:
             training.rank
         ]  # largest share that this rank has had
         self._grows_after = -1  # the step after which this rank's share is larger than before
+        # the step after which this rank's share fits at once again; -1 while it is divided
+        self._whole_after = -1
         self._retreats = 0  # number of passes that ran out of memory before the last window
         self._limit = 0  # maximum rows per pass since memory ran out; 0 if it didn't
         self._settling = 0  # number of windows until the allocator is stable again
@@ -111,6 +113,8 @@ class Rebalancing:
             self._end_exchange(*self._exchange)
         if self._step == self._grows_after:
             self._memory.make_room()
+        if self._step == self._whole_after:
+            self._training.passes.recovery.limit.predicted = None
         self._window += sizes == self._training.ranks.batches
         if self._window >= self._window_steps:
             self._window = 0
@@ -174,20 +178,39 @@ class Rebalancing:
         rank, shares = training.rank, training.ranks
         passes = self.passes[rank] if self.passes else 1
         self._memory.at_risk = training.weights.computes_at_once or training.weights.lengths_vary
-        rows = self._memory.measure(-(-shares.batches[rank] // passes))
+        most = -(-shares.batches[rank] // passes)
+        rows = self._memory.measure(min(most, training.passes.recovery.limit.lowest or most))
         return rows * passes
+
+    def _rows_of_several_passes(self) -> int:
+        """Return the largest pass, in rows, that fits beside the gradients of the passes before.
+
+        Return 0 if that is unknown, or if this rank's share can't be divided into more passes.
+        """
+        if not self._divides or self._training.passes.recovery.uses_collectives:
+            return 0
+        weights = [each for model in self._training.weights.models for each in model.parameters()]
+        trained = [each for each in weights if each.requires_grad]
+        gradient_bytes = sum(each.numel() * each.element_size() for each in trained)
+        return self._memory.most_in_several(gradient_bytes)
+
+    @property
+    def _divides(self) -> bool:
+        """True if shares may be divided into as many passes as they need."""
+        return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
         They are the own work and the pass limit of each window, the metrics of the last window, the
-        rows that fit in memory, and the number of batches drawn ahead. Each rank sends zeros in the
-        positions of the other ranks.
+        rows that fit in memory at once and in each of several passes, and the number of batches
+        drawn ahead. Each rank sends zeros in the positions of the other ranks.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
             *(UNKNOWN if math.isnan(each) else each for each in figures),
             self._rows_that_fit(),
+            self._rows_of_several_passes(),
             self._training.ahead,
         ]
         before = self._planned.rank * len(own)
@@ -205,8 +228,8 @@ class Rebalancing:
         length = len(exchanged) // self._planned.world
         every = [part.tolist() for part in exchanged.split(length)]
         windows = 2 * len(ends)
-        figures = [_read_figures(each[windows:-2]) for each in every]
-        fits = [int(each[-2]) for each in every]
+        figures = [_read_figures(each[windows:-3]) for each in every]
+        fits, passes_fit = ([int(each[place]) for each in every] for place in (-3, -2))
         batches = int(max(each[-1] for each in every))
         step_s = max(each.step_s for each in figures)
         window_s = self._window_steps * step_s
@@ -217,7 +240,13 @@ class Rebalancing:
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
             limits = [int(each[2 * place + 1]) for each in every]
-            seen = {"limits": limits, "fits": fits, "step_s": step_s, "fewest": fewest}
+            seen = {
+                "limits": limits,
+                "fits": fits,
+                "passes_fit": passes_fit,
+                "step_s": step_s,
+                "fewest": fewest,
+            }
             if self._decide(end, own_work_s, seen, batches):
                 break
 
@@ -248,7 +277,7 @@ class Rebalancing:
             msgspec.structs.replace(each, batch=own)
             for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
-        by_parts = not self.passes and not self._training.weights.computes_at_once
+        by_parts = self._divides
         most = []
         for rank, (share, micro) in enumerate(zip(shares, planned.micros, strict=True)):
             passes = self.passes[rank] if self.passes else 1
@@ -264,7 +293,12 @@ class Rebalancing:
                 -(-share // passes) for share, passes in zip(shares, self.passes, strict=True)
             )
         self._training.change_shares(shares, micros, ahead)
-        own = shares[self._planned.rank]
+        own, most = shares[self._planned.rank], micros[self._planned.rank]
+        if most < own and not self.passes:
+            self._training.passes.recovery.limit.predicted = most
+            self._whole_after = -1
+        else:  # batches that are drawn already may have more rows
+            self._whole_after = self._step + ahead
         if own > self._largest:
             self._largest, self._grows_after = own, self._step + ahead
         self._window = 0

@@ -9,6 +9,8 @@ at a smaller size may have been too high, for example because a loss was checked
 
 from __future__ import annotations
 
+import math
+
 LEFT = 0.1  # fraction of the memory that stays free
 LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the lengths of rows vary
 
@@ -59,6 +61,19 @@ class MemoryPeaks:
         if room_bytes <= 0 or per_row <= 0:
             return largest
         return largest + int(room_bytes / per_row)
+
+    def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
+        """Return the most rows of a pass if `beside_bytes` more are held while it is computed.
+
+        The fraction `left` of the capacity stays free. Return 0 if peaks of fewer than two sizes
+        were recorded, which don't show what doesn't depend on the rows.
+        """
+        if self.sizes < 2:
+            return 0
+        largest = max(self._peaks)
+        room_bytes = capacity_bytes * (1 - left) - self._peaks[largest] - beside_bytes
+        per_row = self._bytes_per_row(largest)
+        return max(0, largest + math.floor(room_bytes / per_row)) if per_row > 0 else 0
 
     def _bytes_per_row(self, largest: int) -> float:
         peak = self._peaks[largest]

@@ -99,10 +99,17 @@ class PassLimit:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.step = 0  # number of batches that have begun
-        self.most: int | None = None  # maximum rows per pass; None: the plan's
+        self.most: int | None = None  # maximum rows per pass since memory ran out; None: the plan's
+        self.predicted: int | None = None  # rows that memory is predicted to fit; None: all
         self._clean_steps = 0  # number of steps since a pass ran out of memory
         self._failures = 0  # number of consecutive failures of passes that can't be smaller
         self._others_bytes = 0  # bytes that other processes held when memory last ran out
+
+    @property
+    def lowest(self) -> int | None:
+        """The most rows of a pass now; None if the plan's passes aren't cut."""
+        known = [each for each in (self.most, self.predicted) if each is not None]
+        return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
@@ -193,8 +200,9 @@ class PassQueue:
         """
         if not self._left:
             return None
-        if self._limit.most is not None:
-            self._cut_first(self._limit.most, least)
+        most = self._limit.lowest
+        if most is not None:
+            self._cut_first(most, least)
         taken = self._taken = self._left.popleft()
         ends = not self._left or self._left[0].number != taken.number
         rows = taken.stop - taken.start

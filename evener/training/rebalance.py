@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..plan.layout import Share
-from ..plan.solver import pass_rows, scale, solve_shares
+from ..plan.solver import scale, solve_shares
 from ..shares.curves import Curve, step_in_passes
 
 LEAST_SHIFT = 0.02  # relative gain in steps/s; smaller gains don't justify new tensor shapes
@@ -83,6 +83,17 @@ class Window(NamedTuple):
     rest_s: float  # time of a step minus the slowest rank's own work; 0 if unknown
 
 
+class Room(NamedTuple):
+    """What a rank's memory holds."""
+
+    at_once: int  # the most rows of a share that is computed in one pass
+    in_several: int  # the most rows of each of several passes; 0 if a share can't be divided
+
+    def rows_of_a_pass(self, share: int) -> int:
+        """Return the most rows of each pass of a share."""
+        return self.in_several if self.in_several and share > self.at_once else share
+
+
 class Rebalancer:
     """Proposes new shares from the measured windows.
 
@@ -92,8 +103,9 @@ class Rebalancer:
     `shares` are the rows of each rank, `curves` map rows to seconds on its device, and `most` are
     the maximum rows per pass that fit in its memory (0: unknown). Without `passes`, each share is
     one pass. `names` are the devices' names, for the reasons. If `most` is unknown, one change adds
-    at most half of a share's current rows, and no more than measured memory is predicted to fit
-    (`fits`); if memory isn't measured, a share stays below 1.25 times its initial rows.
+    at most half of a share's current rows, and no more than measured memory is predicted to fit at
+    once (`fits`), unless the rows of each of several passes are predicted too (`passes_fit`). If
+    memory isn't measured, a share stays below 1.25 times its initial rows.
     """
 
     def __init__(
@@ -110,14 +122,10 @@ class Rebalancer:
         self._even = all(self._proportional) and len(set(shares)) == 1
         self._most = tuple(most)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
-        self._pass_limits = tuple(map(_first_above_zero, self._most, self._unmeasured))
-        self._guessed = (False,) * len(
-            shares
-        )  # limits from measured memory: a share isn't cut there
         self._passes = passes
-        self._limits = (
-            self._pass_limits
-        )  # current maximum rows per pass, which is smaller after memory ran out
+        walls = map(_first_above_zero, self._most, self._unmeasured)
+        self._rooms = [Room(wall, wall * passes) for wall in walls]
+        self._limited = self._rooms  # also by passes that have run out of memory
         self._extras: list[float | None] = [None] * len(
             shares
         )  # extra seconds of each further pass; None until measured
@@ -176,14 +184,10 @@ class Rebalancer:
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes of each share under the current limits of rows per pass."""
-        if not self._passes:
-            return [1] * len(shares)
+        """Return the number of passes of each share in the ranks' current memory."""
         return [
-            1 if guess and limit == pass_limit else -(-share // limit)
-            for share, limit, pass_limit, guess in zip(
-                shares, self._limits, self._pass_limits, self._guessed, strict=True
-            )
+            -(-share // room.in_several) if room.in_several and share > room.at_once else 1
+            for share, room in zip(shares, self._limited, strict=True)
         ]
 
     def observe(
@@ -194,6 +198,7 @@ class Rebalancer:
         limits: Sequence[int] = (),
         *,
         fits: Sequence[int] = (),
+        passes_fit: Sequence[int] = (),
         step_s: float = 0.0,
         fewest: int = FEWEST_WINDOWS,
     ) -> Change | None:
@@ -201,17 +206,19 @@ class Rebalancer:
 
         `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
         `limits` are the rows per pass that didn't run out of memory, 0 if none did; `fits` are the
-        rows that memory is predicted to fit, 0 if that isn't measured. `step_s` is the median
-        duration of a whole step, to which gains are relative (0: own work is the whole step). A
-        change needs at least `fewest` windows (0: own work doesn't limit the steps, so the window
-        is ignored), and applies to the following windows. Windows with other rows than the current
-        shares are ignored, too.
+        rows that memory is predicted to fit at once, 0 if that isn't measured; `passes_fit` are the
+        rows of each of several passes, 0 if a share can't be divided into more. `step_s` is the
+        median duration of a whole step, to which gains are relative (0: own work is the whole
+        step). A change needs at least `fewest` windows (0: own work doesn't limit the steps, so the
+        window is ignored), and applies to the following windows. Windows with other rows than the
+        current shares are ignored, too.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
         if tuple(rows) != self.shares or not known or not fewest:
             return None
-        self._bound(limits or (0,) * len(rows), fits or (0,) * len(rows))
+        unknown = (0,) * len(rows)
+        self._bound(limits or unknown, fits or unknown, passes_fit or unknown)
         self._own.append(tuple(own_work_s))
         if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn():
             self._plan_shares()
@@ -232,26 +239,40 @@ class Rebalancer:
             span *= 2
         return None
 
-    def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
-        """Set the maximum rows per pass of each rank.
+    def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
+        """Set what each rank's memory holds from now on.
 
         If that changes the number of passes of the current shares, past windows are dropped.
         """
-        pass_limits = []
-        for rank, (share, most) in enumerate(zip(self.shares, self._most, strict=True)):
-            grown = share + max(share // 2, self._quantum)
-            held = max(share, min(grown, fits[rank])) if fits[rank] else self._unmeasured[rank]
-            pass_limits.append(most or held)
-        self._pass_limits = tuple(pass_limits)
-        self._guessed = tuple(
-            bool(fit) and not most for fit, most in zip(fits, self._most, strict=True)
-        )
-        self._limits = tuple(
-            min(pass_limit, limit or pass_limit)
-            for pass_limit, limit in zip(pass_limits, limits, strict=True)
-        )
+        ranks = range(len(self.shares))
+        self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
+        self._limited = list(map(self._limit_room, self._rooms, limits))
         if self._count_passes(self.shares) != self._counts:
             self._begin(self.shares)
+
+    def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
+        """Return what a rank's memory holds, by the plan, by measurement or by assumption."""
+        share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
+        if most:
+            return Room(most, most * self._passes)
+        if not fits:
+            return Room(self._unmeasured[rank], self._unmeasured[rank] * self._passes)
+        if now.rows_of_a_pass(share) < share:  # as was chosen, until its share changes
+            return now
+        grown = share + max(share // 2, self._quantum)
+        at_once = max(share, min(grown, fits))
+        # a share that may grow in one pass is left to grow so first
+        divides = self._passes and at_once < grown
+        return Room(at_once, passes_fit if divides else 0)
+
+    def _limit_room(self, room: Room, limit: int) -> Room:
+        """Return the room of a rank on which passes of more than `limit` rows ran out of memory.
+
+        The limit is 0 if no pass did.
+        """
+        if not limit or limit >= room.at_once:
+            return room
+        return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
         """Learn the cost of passes and the fixed part of own work from the last change.
@@ -366,13 +387,8 @@ class Rebalancer:
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
-        cut = [
-            self._passes and not (guess and limit == pass_limit)
-            for guess, limit, pass_limit in zip(
-                self._guessed, self._limits, self._pass_limits, strict=True
-            )
-        ]
-        return solve_shares(curves, sum(self.shares), self._limits, cut, self._quantum, extras)
+        walls, rows = zip(*self._limited, strict=True)
+        return solve_shares(curves, sum(self.shares), walls, rows, self._quantum, extras)
 
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
@@ -425,8 +441,8 @@ class Rebalancer:
         """True if a share can't change: it can't shrink, or no more rows fit in its memory."""
         if gives:
             return share <= self._quantum
-        bounded = not self._passes or self._guessed[rank]
-        return bounded and share + self._quantum > self._pass_limits[rank]
+        room = self._limited[rank]
+        return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
         """Return the gain in these windows if the curves predict `seconds` for the new shares."""
@@ -450,7 +466,8 @@ class Rebalancer:
         self._drifts = self._find_drifts(len(self._windows) - span)
         self._reversed, self._last, self._usual = back, self.shares, factors
         self._begin(shares)
-        return Change(shares, pass_rows(shares, self._pass_limits), reason, gain)
+        micros = tuple(map(Room.rows_of_a_pass, self._rooms, shares))
+        return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
         """Return a message on which device became slower or faster, how much and since when."""

@@ -44,6 +44,7 @@ EXACT = [
 ]
 OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),
+    ("losses", "rows mixed at random", "it isn't a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "exchange rows by all_gather"),
     ("exchanged", "rows gathered", "exchange rows by all_gather (run_exchanged.py:"),

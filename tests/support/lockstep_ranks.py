@@ -16,6 +16,7 @@ from evener.torch.planned import PlannedTraining
 from evener.torch.ranks.own_work import TimedStep
 from evener.torch.ranks.ranks import RankShares
 from evener.torch.rebalancing import Rebalancing
+from evener.training.passes import PassLimit
 
 OwnWork = Callable[[int, int, int], float]  # seconds of own work by step, rank and rows
 
@@ -79,8 +80,10 @@ def train(
             reporter=SimpleNamespace(retreats=0, note_change=lambda _: None),
             listeners=[],
             begins_even=False,
-            weights=SimpleNamespace(computes_at_once=False, lengths_vary=False),
-            passes=SimpleNamespace(recovery=SimpleNamespace(limit=SimpleNamespace(most=None))),
+            weights=SimpleNamespace(computes_at_once=False, lengths_vary=False, models=[]),
+            passes=SimpleNamespace(
+                recovery=SimpleNamespace(limit=PassLimit(rank), uses_collectives=False)
+            ),
         )
         training.change_shares = partial(PlannedTraining.change_shares, training)
         training.rebalancing = Rebalancing(training)

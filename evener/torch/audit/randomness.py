@@ -173,8 +173,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Draw the same values for every row; return the result and whether it is random.
 
-    The result isn't random for dropout, which keeps all values, and for permutations, which keep
-    the order.
+    The result isn't random for dropout, which keeps all values, and for permutations, which move
+    each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -196,13 +196,15 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 def _draw_nothing(draw: _Draw) -> Any:
     """Return the result of a draw that is replaced by a constant, or None for other draws.
 
-    Permutations keep the order, and dropout keeps all values. Layers that drop values with
-    probability p by a mask from bernoulli_(1 - p) divide the other values by 1 - p. A mask filled
-    with 1 - p cancels that division, so the result is the same as without dropout.
+    Permutations move each entry to the place before it, so that rows that are mixed with others of
+    their batch, as by mixup, have other partners in a part. Dropout keeps all values. Layers that
+    drop values with probability p by a mask from bernoulli_(1 - p) divide the other values by
+    1 - p. A mask filled with 1 - p cancels that division, so the result is the same as without
+    dropout.
     """
     arguments = draw.arguments
     if draw.name == "randperm":
-        return torch.arange(*arguments, **draw.keywords)
+        return torch.arange(*arguments, **draw.keywords).roll(-1)
     if draw.name == "native_dropout":
         return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
     if draw.name == "bernoulli_":

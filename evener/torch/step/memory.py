@@ -24,6 +24,7 @@ class MemoryGauge:
             os.environ.get("LOCAL_WORLD_SIZE", world)
         )  # processes that share the host
         self._peaks = MemoryPeaks()
+        self._capacity_bytes = 0.0  # at the last measurement
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
@@ -32,11 +33,22 @@ class MemoryGauge:
         `rows` is the number of rows in the largest pass.
         """
         if self._device.type == "cuda":
-            capacity_bytes = self._measure_gpu(rows)
+            self._capacity_bytes = self._measure_gpu(rows)
         else:
-            capacity_bytes = self._measure_process(rows)
-        left = LEFT_AT_RISK if self.at_risk else LEFT
-        return self._peaks.most_rows(capacity_bytes, left)
+            self._capacity_bytes = self._measure_process(rows)
+        return self._peaks.most_rows(self._capacity_bytes, self._left)
+
+    def most_in_several(self, gradient_bytes: float) -> int:
+        """Return the most rows of each of several passes that are predicted to fit.
+
+        The gradients of the passes before, of `gradient_bytes`, are held while a pass is computed.
+        Return 0 without a prediction. `measure` has to be called before.
+        """
+        return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
+
+    @property
+    def _left(self) -> float:
+        return LEFT_AT_RISK if self.at_risk else LEFT
 
     def _measure_gpu(self, rows: int) -> float:
         """Record the allocator's peak, and return the bytes that the allocator could use.
