@@ -33,14 +33,14 @@ STEP = 0.02  # seconds of a step, of which `input` are spent waiting for rows
 class Gpu:
     """One GPU whose step takes 5 ms once its kernels are enqueued.
 
-    In the first 0.05 s on a kept batch it is slow, as after each pause.
+    In the first 0.1 s on a kept batch it is slow, as after each pause.
     """
 
     ranks, fresh, import_seconds, link_speed, link_path = RankMap((0,)), False, 0.0, 0.0, ""
 
     def __init__(self, input_seconds: float, able: bool = True, fails: bool = False) -> None:
         self._input, self._able, self._fails = input_seconds, able, fails
-        self.kept, self._slow_s = False, 0.05
+        self.kept, self._slow_s = False, 0.1
         self.asked: list[type[Command]] = []
 
     def call(
