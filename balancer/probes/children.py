@@ -25,7 +25,7 @@ import msgspec
 from evener.devices.backend import ChildEnvironment
 
 from .failures import GroupError, RankFailure, StoppedError, error_failure, exit_failure, one_line
-from .fork_server import WAIT_SECONDS, ServerProcess
+from .fork_server import WAIT_SECONDS, ChildServer
 from .launch_plan import RankMap
 from .protocol import (
     LONGEST_LINE_BYTES,
@@ -102,10 +102,16 @@ class Child(RunningChild):
         self,
         rank: int,
         inbox: Inbox,
-        server: ServerProcess,
+        server: ChildServer,
         environment: ChildEnvironment,
         cap_bytes: int | None,
+        build_channel: int | None = None,
     ) -> None:
+        """Request the child from `server`.
+
+        With the descriptor `build_channel`, the child may leave a copy of itself once it has built
+        its workload.
+        """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
         self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
@@ -120,7 +126,10 @@ class Child(RunningChild):
             os.fdopen(errors, "rb"),
         )
         try:
-            self._key = server.start(self, environment, (stdin, stdout, stderr))
+            streams = [stdin, stdout, stderr]
+            if build_channel is not None:
+                streams.append(build_channel)
+            self._key = server.start(self, environment, streams)
         except OSError:
             for stream in own:
                 stream.close()

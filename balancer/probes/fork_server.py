@@ -20,21 +20,23 @@ import subprocess
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from evener.devices.backend import ChildEnvironment
-from evener.devices.registry import all_backends, import_path
+from evener.devices.registry import import_path
 
+from .forkable import has_started_driver
 from .protocol import STACK_SIGNAL
 
 LONGEST_REQUEST = 1 << 20  # bytes of the environment variables of a child
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 MODULE = "evener.balancer.probes.worker"
 WAIT_SECONDS = 2.0
 LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
@@ -43,7 +45,8 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """Fork a child with these environment variables, on these cores.
 
-    The descriptors of its three standard streams come with the message.
+    The descriptors of its three standard streams come with the message. A fourth one is a channel
+    on which the child may serve forks of itself, once it has built its workload.
     """
 
     key: int  # identifies the child at both ends
@@ -75,18 +78,34 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
     peak_bytes: int = 0  # its peak memory
 
 
+class BuildShared(msgspec.Struct, frozen=True, tag=True):
+    """A child has built its workload.
+
+    `obstacle` is the reason why it can't be forked with it. If it is empty, a copy of that child
+    serves forks on this channel.
+    """
+
+    obstacle: str = ""
+
+
 _decoder: msgspec.json.Decoder[ForkRequest | SignalRequest] = msgspec.json.Decoder(
     ForkRequest | SignalRequest
 )
-_answer_decoder: msgspec.json.Decoder[ChildForked | ChildExited] = msgspec.json.Decoder(
-    ChildForked | ChildExited
+_answer_decoder: msgspec.json.Decoder[ChildForked | ChildExited | BuildShared] = (
+    msgspec.json.Decoder(ChildForked | ChildExited | BuildShared)
 )
+STREAMS = 3  # the standard streams of a child
+NO_CHANNEL = -1
 
 
 class ForkServer:
-    """Forks children that call `run` with this process's pid, and reports their exit codes."""
+    """Forks children that call `run`, and reports their exit codes.
 
-    def __init__(self, channel: socket.socket, run: Callable[[int], object]) -> None:
+    The arguments of `run` are this process's pid and the descriptor of a channel on which the child
+    may serve forks of itself, or NO_CHANNEL.
+    """
+
+    def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
         self._channel = channel
         self._run = run
         self._own = os.getpid()
@@ -108,7 +127,7 @@ class ForkServer:
 
     def _carry_out(self) -> bool:
         """Handle the next request. Return False if the socket has closed."""
-        data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, 3)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, STREAMS + 1)
         if not data:
             return False
         match _decoder.decode(data):
@@ -138,14 +157,15 @@ class ForkServer:
         """Run as the forked child. Never returns."""
         try:
             os.setsid()  # it becomes the leader of its own process group
-            for number, descriptor in enumerate(streams):
+            standard, more = streams[:STREAMS], streams[STREAMS:]
+            for number, descriptor in enumerate(standard):
                 os.dup2(descriptor, number)
-            for descriptor in (self._channel.fileno(), *streams, *self._keys):
+            for descriptor in (self._channel.fileno(), *standard, *self._keys):
                 os.close(descriptor)
             os.chdir(start.folder)
             os.environ.update(start.variables)
             os.sched_setaffinity(0, start.cores or os.sched_getaffinity(0))
-            self._run(self._own)
+            self._run(self._own, more[0] if more else NO_CHANNEL)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -181,7 +201,7 @@ def import_first(names: Sequence[str]) -> None:
         for name in names:
             module, _, attribute = name.partition(":")
             getattr(import_module(module), attribute or "__name__")
-        forkable = not _has_started_driver()
+        forkable = not has_started_driver()
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
@@ -192,21 +212,19 @@ def import_first(names: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _has_started_driver() -> bool:
-    """True if this process has opened a device's driver, and so can't be forked."""
-    names = [name for backend in all_backends() for name in backend.driver_files]
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            path = os.readlink(entry)
-            if any(name in path for name in names):
-                return True
-    return False
-
-
 def die_with_parent() -> None:
     """Make the kernel kill this process when the thread that started it exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its children's children whose parent exits.
+
+    A copy of a child is then still recognized as a process of this search.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
@@ -218,40 +236,39 @@ class ForkedChild(Protocol):
         """Record that the child has exited. `peak_bytes` is its peak memory."""
 
 
-class ServerProcess:
-    """A running fork server.
+class ChildServer(ABC):
+    """A process that forks children, for the process that requests them.
 
-    Raises OSError if the server can't be started. The kernel kills it when the thread that
-    created it exits.
+    `channel` is this process's end of their socket.
     """
 
-    def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._keys = itertools.count()
         self._children: dict[int, ForkedChild] = {}
-        self._last_words: bytes | None = None  # the end of its output, once it has exited
-        with ExitStack() as stack:
-            self._log = os.memfd_create("log of a fork server")
-            stack.callback(os.close, self._log)
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stack.callback(self._channel.close)
-            with theirs:
-                self._process = _run(theirs.fileno(), self._log, variables, imports)
-            self._resources = stack.pop_all()  # closed once everything has been read
-        self.pid = self._process.pid
-        self._reader = threading.Thread(
-            target=self._read, name=f"fork server {self.pid}", daemon=True
-        )
-        self._reader.start()
+        self._reader = threading.Thread(target=self._read, name="fork server", daemon=True)
 
     @property
+    @abstractmethod
     def alive(self) -> bool:
-        """True if the server is still running."""
-        return self._process.poll() is None
+        """True if the server is running."""
+
+    @abstractmethod
+    def read_log(self) -> bytes:
+        """Return the end of the server's standard output and standard error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the server and its children. May be called more than once."""
+
+    @abstractmethod
+    def _wait(self) -> int:
+        """Wait until the server has exited, and return its exit code."""
 
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request a child, which the server forks after its imports, and return the child's key.
+        """Request a child, which the server forks when it is ready, and return the child's key.
 
         The child's streams are closed in this process. If the server has exited, the child is
         reported as exited too. Raises OSError if the request can't be sent.
@@ -267,11 +284,113 @@ class ServerProcess:
             self._reader.join(WAIT_SECONDS)
             if self._reader.is_alive():
                 raise
-            child.finish(self._process.wait())
+            child.finish(self._wait())
         finally:
             for stream in streams:
                 os.close(stream)
         return key
+
+    def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
+        """Send a signal to the child with this key, and with `group` to its process group."""
+        if key is not None:
+            with suppress(OSError):
+                self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))
+
+    def _read(self) -> None:
+        with suppress(OSError):
+            while True:
+                data = self._channel.recv(LONGEST_REQUEST)
+                if not data:
+                    break
+                match _answer_decoder.decode(data):
+                    case ChildForked(key, pid):
+                        self._children[key].pid = pid
+                    case ChildExited(key, code, peak_bytes):
+                        self._children.pop(key).finish(code, peak_bytes)
+                    case BuildShared(obstacle):
+                        self._note_build(obstacle)
+        for child in filter(lambda each: each.pid, self._children.values()):
+            child.finish(-signal.SIGKILL)  # the kernel has killed it
+        code = self._wait()
+        for child in filter(lambda each: not each.pid, tuple(self._children.values())):
+            child.finish(code)
+        self._release()
+
+    @abstractmethod
+    def _note_build(self, obstacle: str) -> None:
+        """Record that a child has built its workload, and why it can't be forked with it."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close what is still open, after the server has exited."""
+
+
+class BuiltServer(ChildServer):
+    """A copy of a child that has built its workload: its own children needn't build it.
+
+    It runs once `alive` is True. `far_end` is the descriptor for the child that builds.
+    """
+
+    def __init__(self) -> None:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(channel)
+        self.far_end = theirs.detach()
+        self.obstacle = ""  # why the child couldn't be forked with its workload
+        self._serves = False
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """True if the copy is running."""
+        return self._serves
+
+    def read_log(self) -> bytes:
+        """Return nothing: the copy writes no log."""
+        return b""
+
+    def close(self) -> None:
+        """End the copy, which kills its children. May be called more than once."""
+        self._serves = False
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def _wait(self) -> int:
+        return -signal.SIGKILL
+
+    def _note_build(self, obstacle: str) -> None:
+        self.obstacle = obstacle
+        self._serves = not obstacle
+
+    def _release(self) -> None:
+        self._serves = False
+        self._channel.close()
+
+
+class ServerProcess(ChildServer):
+    """A running fork server.
+
+    Raises OSError if the server can't be started. The kernel kills it when the thread that
+    created it exits.
+    """
+
+    def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
+        self._last_words: bytes | None = None  # the end of its output, once it has exited
+        with ExitStack() as stack:
+            self._log = os.memfd_create("log of a fork server")
+            stack.callback(os.close, self._log)
+            channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(channel.close)
+            with theirs:
+                self._process = _run(theirs.fileno(), self._log, variables, imports)
+            self._resources = stack.pop_all()  # closed once everything has been read
+        super().__init__(channel)
+        self.pid = self._process.pid
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """True if the server is still running."""
+        return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
         """Send a signal to the child with this key, and with `group` to its process group.
@@ -281,8 +400,7 @@ class ServerProcess:
         if key is None:
             self._process.send_signal(number)
         else:
-            with suppress(OSError):
-                self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))
+            super().send_signal(key, number, group)
 
     def read_log(self) -> bytes:
         """Return the end of the server's standard output and standard error."""
@@ -302,23 +420,15 @@ class ServerProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
 
-    def _read(self) -> None:
-        with suppress(OSError):
-            while True:
-                data = self._channel.recv(LONGEST_REQUEST)
-                if not data:
-                    break
-                match _answer_decoder.decode(data):
-                    case ChildForked(key, pid):
-                        self._children[key].pid = pid
-                    case ChildExited(key, code, peak_bytes):
-                        self._children.pop(key).finish(code, peak_bytes)
-        for child in filter(lambda each: each.pid, self._children.values()):
-            child.finish(-signal.SIGKILL)  # the kernel has killed it
+    def _note_build(self, obstacle: str) -> None:
+        raise ValueError("a child answers on its own channel")
+
+    def _wait(self) -> int:
         code = self._process.wait()
         self._last_words = self.read_log()
-        for child in filter(lambda each: not each.pid, tuple(self._children.values())):
-            child.finish(code)
+        return code
+
+    def _release(self) -> None:
         self._resources.close()
 
 

@@ -30,7 +30,7 @@ from evener.workloads.registry import find_imports
 
 from .children import Child, Inbox, RunningChild
 from .failures import StoppedError
-from .fork_server import ServerProcess
+from .fork_server import BuiltServer, ChildServer, ServerProcess
 from .interference import InterferenceMonitor, Neighbours
 from .launch_plan import LOOPBACK, find_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
@@ -57,7 +57,10 @@ class LocalHost:
         self._network = choose_interface(name, [device.host for device in devices])
         self.monitor = InterferenceMonitor(devices, name)
         self._running: set[Child] = set()
+        self._shares_build = framework == "torch" and ":" in workload
         self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
+        # copies of children that have built the user's workload, by the same keys
+        self._built: dict[frozenset[tuple[str, str]], BuiltServer] = {}
         self._closed = threading.Event()
         # the kernel ends a server with the *thread* that started it, so all are started by one
         # thread that lasts
@@ -98,7 +101,8 @@ class LocalHost:
         def start() -> Child:
             if self._closed.is_set():
                 raise RuntimeError("this session has ended")
-            child = Child(rank, inbox, self._find_server(environment), environment, cap_bytes)
+            server, far_end = self._find_server(environment)
+            child = Child(rank, inbox, server, environment, cap_bytes, far_end)
             ended = {other for other in self._running if not other.alive}
             for other in ended:  # perhaps while it was idle, so that nobody has noticed yet
                 other.end()
@@ -107,8 +111,11 @@ class LocalHost:
 
         return self._starter.submit(start).result()
 
-    def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """Return a running fork server for children with this environment, or start a new server.
+    def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
+        """Return a running server for children with this environment, or start a new one.
+
+        It is a copy of a child that has built the user's workload, if there is one. The first child
+        also gets a descriptor with which it may leave such a copy.
 
         The variables that affect the framework's import must be equal, because the server has
         imported it.
@@ -118,14 +125,20 @@ class LocalHost:
             name: text for name, text in environment.variables.items() if not name.startswith(late)
         }
         key = frozenset(before.items())
+        built = self._built.get(key)
+        if built is not None and built.alive:
+            return built, None
         if key not in self._servers or not self._servers[key].alive:
             self._servers[key] = ServerProcess(before, self._imports)
-        return self._servers[key]
+        if built is not None or not self._shares_build:
+            return self._servers[key], None
+        built = self._built[key] = BuiltServer()
+        return self._servers[key], built.far_end
 
     def _end_children(self) -> None:
         for child in self._running:
             child.end()
-        for server in self._servers.values():
+        for server in (*self._built.values(), *self._servers.values()):
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:

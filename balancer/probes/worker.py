@@ -41,7 +41,8 @@ from evener.workloads.protocol import Workload
 
 from . import protocol
 from .failures import error_is_memory
-from .fork_server import ForkServer, die_with_parent, import_first
+from .fork_server import NO_CHANNEL, ForkServer, adopt_orphans, die_with_parent, import_first
+from .shared_build import BuildChannel, SharedRecipe
 
 NAMED_FROM = 0.05  # fraction of a block's time without a core above which competitors are named
 LOOK_SECONDS = 0.5  # seconds between two looks at all processes
@@ -54,6 +55,7 @@ def main() -> None:
     The first argument is the descriptor of the socket; the other arguments name modules.
     """
     die_with_parent()
+    adopt_orphans()
     faulthandler.register(protocol.STACK_SIGNAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
     with socket.socket(fileno=int(sys.argv[1])) as channel:
@@ -61,18 +63,20 @@ def main() -> None:
         ForkServer(channel, run_child).serve()
 
 
-def run_child(parent: int) -> None:
+def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
     Exit if the process `parent` has already exited. The kernel kills this process when `parent`
-    exits.
+    exits. `shared` is a recipe that a process built before it forked this one. On `channel`, a copy
+    of this process may fork children with the recipe that this one builds.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):  # if memory runs out, the kernel should kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    worker = Worker()
+    building = BuildChannel(channel, run_child) if channel != NO_CHANNEL else None
+    worker = Worker(building, shared)
     replies.write(protocol.encode_line(protocol.Ready()))
     replies.flush()
     for text in _read_lines(commands, worker.report_idle):
@@ -93,7 +97,12 @@ def run_child(parent: int) -> None:
 class Worker:
     """Builds the one workload of this process and executes commands on it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, building: BuildChannel | None = None, shared: SharedRecipe | None = None
+    ) -> None:
+        self._building, self._shared = building, shared
+        # the ancestor of all processes of this search
+        self._server_pid = shared.server_pid if shared else os.getppid()
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
         self._busy_seconds = 0.0  # duration of the last step; a slowed process spins accordingly
@@ -177,9 +186,14 @@ class Worker:
         if size is not None and ":" not in command.workload:
             import_module(registry.find(command.workload, command.framework).home.partition(":")[0])
             cap_address_space(size)
-        self._workload = registry.build(
-            command.workload, command.setup, command.settings, command.framework
-        )
+        if self._building is not None:
+            self._shared = self._building.build(command)
+        if self._shared is not None and self._shared.suits(command):
+            self._workload = self._shared.finish(command.setup)
+        else:
+            self._workload = registry.build(
+                command.workload, command.setup, command.settings, command.framework
+            )
         if size is not None and ":" in command.workload:
             cap_address_space(size)  # only the user's own code imports its own modules
         return protocol.Built(
@@ -251,7 +265,7 @@ class Worker:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
             before, self._use = self._use, read_process_use()
-            server, own = os.getppid(), os.getpid()
+            server, own = self._server_pid, os.getpid()
             self._takers = name_competitors(before, self._use, server, starved.throttled_s, own=own)
         return self._takers
 

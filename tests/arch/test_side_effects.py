@@ -21,6 +21,7 @@ ENDS_PROCESSES = {  # and evener's own children, which may exit in any way
     "evener/training/ending.py",
     "balancer/probes/fork_server.py",
     "balancer/probes/link_rank.py",
+    "balancer/probes/shared_build.py",
     "balancer/probes/worker.py",
     "devices/cluster/agents.py",
     "tui/start.py",

@@ -1,0 +1,160 @@
+"""A build that takes long is made once: later children are forked with it, unless it left something
+that a fork doesn't survive.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.hosts import LocalHost
+from evener.balancer.request import Job, Request
+from evener.balancer.types import Layout, Probe, Stage, Timed, solo
+from evener.devices.cpu import slices
+from tests.support.cores import two_cores
+from tests.support.python_path import python_path
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import threading, time
+import torch
+
+def sample_batch(n):
+    return torch.randn(n, 8), torch.randn(n, 4)
+
+def build():
+    with open({folder!r} + "/builds", "a") as log:
+        log.write("x")
+    {left}
+    time.sleep({seconds})
+    model = torch.nn.Linear(8, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss()
+"""
+THREAD = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+SECONDS = 2.2
+
+# what a build may leave, and a word of why its process can't be forked
+LEFT = {
+    THREAD: "thread",
+    "held = os.open(FOLDER + '/nvidia-uvm', os.O_CREAT)": "driver",  # as CUDA does when it starts
+    "held = open(FOLDER + '/rows', 'w')": "rows open",
+    "held = open(FOLDER + '/a', 'w'); fcntl.flock(held, fcntl.LOCK_EX)": "a open",
+    "held = subprocess.Popen(['sleep', '60'], stdin=subprocess.DEVNULL)": "process",
+    "os.environ.get('LOCAL_RANK', '0')": "LOCAL_RANK",
+    "os.getenv('CUDA_VISIBLE_DEVICES')": "CUDA_VISIBLE_DEVICES",
+    "asked()": "its group",
+    "lock = threading.Lock(); lock.acquire()": "",  # the same thread holds it in the fork
+    "random.seed(3)": "",
+    "open(FOLDER + '/closed', 'w').close()": "",
+    "os.environ.get('HOME')": "",
+}
+LEAVES = """
+import fcntl, os, random, signal, subprocess, sys, threading, time
+from evener.balancer.probes.forkable import BuildWatch
+
+FOLDER = sys.argv[1]
+for line in sys.stdin.read().splitlines():
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        continue
+    os.setsid()
+    watch = BuildWatch()
+    names = {**globals(), "asked": watch.noting(lambda: None, "its group")}
+    with watch.watching():
+        exec(compile(line, FOLDER + "/train.py", "exec"), names)
+    print(repr(watch.find_obstacle()), flush=True)
+    os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_what_a_fork_does_not_survive_is_found(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(tmp_path)],
+        input="\n".join(LEFT),
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = dict(zip(LEFT, map(ast.literal_eval, ran.stdout.splitlines()), strict=True))
+    wrong = {
+        line: why
+        for line, why in found.items()
+        if LEFT[line] not in why or bool(why) != bool(LEFT[line])
+    }
+    assert not wrong
+
+
+@pytest.fixture
+def prober(own_folder: Path, shared_servers: None) -> Iterator[Callable[[str], ChildProber]]:
+    """A prober of a script whose build takes longer than is repeated, and leaves something."""
+    made: list[ChildProber] = []
+
+    def make(left: str) -> ChildProber:
+        script = own_folder / "train.py"
+        script.write_text(SCRIPT.format(folder=str(own_folder), left=left, seconds=SECONDS))
+        made.append(ChildProber(Job(Request(), slices(2), f"{script}:build", "torch")))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def measure(prober: ChildProber, layout: Layout) -> Timed:
+    stage = Stage.SPLIT if layout.traits.together else Stage.REST
+    probe = Probe(layout, stage, 0.2)
+    (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
+    assert isinstance(seen, Timed), seen
+    return seen
+
+
+def local_host(prober: ChildProber) -> LocalHost:
+    (host,) = prober._hosts._by_name.values()
+    assert isinstance(host, LocalHost)
+    return host
+
+
+@two_cores
+def test_later_children_are_forked_with_what_the_first_one_built(
+    prober: Callable[[str], ChildProber], own_folder: Path
+) -> None:
+    """Another device alone, then both as a group, in several threads; all end with the search."""
+    probes = prober("pass")
+    assert measure(probes, solo(2, 0, 8)).restart_seconds >= SECONDS
+    (built,) = local_host(probes)._built.values()
+    assert built.alive
+    measure(probes, solo(2, 1, 8))
+    measure(probes, Layout("split", (8, 8)))
+    assert (own_folder / "builds").read_text() == "x"
+    running = [Path(f"/proc/{child.pid}") for child in local_host(probes)._running]
+    probes.close()
+    deadline = time.monotonic() + 20
+    while any(map(Path.exists, running)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(Path.exists, running))
+    assert not built.alive
+
+
+@two_cores
+def test_a_build_that_leaves_a_thread_is_repeated(
+    prober: Callable[[str], ChildProber], own_folder: Path
+) -> None:
+    probes = prober(THREAD)
+    measure(probes, solo(2, 0, 8))
+    (built,) = local_host(probes)._built.values()
+    assert not built.alive
+    assert "thread" in built.obstacle
+    measure(probes, solo(2, 1, 8))
+    assert (own_folder / "builds").read_text() == "xx"
