@@ -199,7 +199,8 @@ class FitHooks:
         if tests and self.audit is not None:
             function = self.audit.before_tests(function)
         if engine.splits and (training or tests):
-            function = measure_first(engine, self._plain, training, function)
+            audited = self.audit is not None
+            function = measure_first(engine, self._plain, training, audited, function)
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:

@@ -70,7 +70,7 @@ UNITS = {
 
 
 def measure_first(
-    engine: Engine, plain: PlainSteps, training: bool, run: Callable[[Any], Any]
+    engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Wrap Keras' train or test function so that its first batch is measured by `measure_batch`.
 
@@ -85,17 +85,21 @@ def measure_first(
             is_first = False
             first, batches = peek(batches, engine.model.steps_per_execution)
             if first is not None:
-                measure_batch(engine, plain, first, training)
+                measure_batch(engine, plain, first, training, audited)
         return run(batches)
 
     return run_measured
 
 
-def measure_batch(engine: Engine, plain: PlainSteps, first: Tensors, training: bool) -> None:
+def measure_batch(
+    engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
+) -> None:
     """Measure how parts of a batch add up, and store the result in `engine.kinds`.
 
-    In a group, the process with the largest share measures for all of them. Raises RequestError if
-    the engine can't combine a loss of this kind.
+    In a group, the process with the largest share measures for all of them. If steps are
+    `audited`, the others trace Keras' own step meanwhile, because their audits need it.
+
+    Raises RequestError if the engine can't combine a loss of this kind.
     """
     model, group = engine.model, engine.group
     with tf.device(engine.device), kept_attributes(model):
@@ -106,10 +110,12 @@ def measure_batch(engine: Engine, plain: PlainSteps, first: Tensors, training: b
         weights = engine.cut.weights
         chosen = weights.index(max(weights))
         found = PartKinds()
+        measures = group is None or group.rank == chosen
         step = None
-        with suppress(Exception):
-            step = plain.trace(tf.nest.map_structure(open_rows, data), training)
-        if step is not None and (group is None or group.rank == chosen):
+        if measures or audited:
+            with suppress(Exception):
+                step = plain.trace(tf.nest.map_structure(open_rows, data), training)
+        if step is not None and measures:
             with suppress(Exception):
                 found = measure(model, step, data, training, engine.judges_parts(training))
     if group is not None:

@@ -1,6 +1,9 @@
 """The ways in which losses, states and attributes of parts of a batch add up to the whole batch's.
 
-`measure_kinds.py` determines which of them apply to a model.
+`measure_kinds.py` determines which of them apply to a model. Passes can't do without them, because
+the activations of a pass are freed before the outputs of all rows exist. Processes could exchange
+outputs, inputs and attributes and compute the loss of all rows, but each step would wait for that
+between forward and backward.
 """
 
 from __future__ import annotations
