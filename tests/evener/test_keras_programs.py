@@ -17,33 +17,20 @@ from tests.support.keras_start import Answers
 skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-EXACT, TRAINED = "exact", "trained"  # like plain Keras, or with other random numbers
+EXACT = "exact"  # like plain Keras
 NO_MEAN, ACROSS = "isn't the mean of its parts' losses", "the other rows"
 GRAPH = "rows can't be computed alone"
 FIGURE = "The figure 'errors' of the same rows"
 METRIC_OF_CALL = "compute_metrics reads a tensor that call has left"
 OTHER_STATE = "is another one after all rows at once"
-REFUSED = {
-    "add_loss: balance": ACROSS,
-    "looks across rows": ACROSS,
-    "outputs: similarities": ACROSS,
-    "nothing has a gradient": "No gradients",
-}
-REFUSED_IN_GROUPS = {
-    "own class weights, one class a batch": NO_MEAN,
-    "state: codebook": OTHER_STATE,
-}
 SAMPLES = {
     "towers": {
-        "rmse": EXACT,
         "pooler, AdamW": EXACT,
-        "loss of attributes: containers": EXACT,
         "loss of attributes: means and sums": EXACT,
         "add_loss: annealed sum": EXACT,
         "own table: take, clipped": EXACT,
         "own counter: calls": EXACT,
         "own counter: rows": OTHER_STATE,
-        "own metric of an attribute": EXACT,
         "own metric in compute_loss": EXACT,
         "own state of a loss": EXACT,
         "own scale of rows": EXACT,
@@ -51,7 +38,10 @@ SAMPLES = {
         "own train_step": EXACT,
         "own train_step: signs": "calls super().train_step never",
         "own graph": GRAPH,
-        **REFUSED,
+        "add_loss: balance": ACROSS,
+        "looks across rows": ACROSS,
+        "outputs: similarities": ACROSS,
+        "nothing has a gradient": "No gradients",
     },
     "passes": {
         "sum": EXACT,
@@ -60,28 +50,24 @@ SAMPLES = {
         "loss of attributes: means and sums": NO_MEAN,
         "loss of a slope": EXACT,
         "loss of weights: kernel": EXACT,
-        "own table: take, Adam": EXACT,
         "own table: take, clipped": EXACT,
         "two heads": EXACT,
         "own counter: calls": EXACT,
         "own metric of an attribute": METRIC_OF_CALL,
-        "own state of a loss": METRIC_OF_CALL,
-        **REFUSED,
+        "add_loss: balance": ACROSS,
     },
     "multiworker": {
         "ignore_class": EXACT,
-        "pooler, Ftrl": EXACT,
         "regularized, state: rows": EXACT,
         "add_loss: sum over later rows": EXACT,
-        "own table: gather, Adam": EXACT,
         "own table: take, clipped": EXACT,
-        "own counter: calls": EXACT,
         "own metric in compute_loss, weighed": EXACT,
         "own state of a loss": NO_MEAN,
         "own train_step": EXACT,
         "own weights of pictures": "6 of 8 rows can't be computed alone",
         "own graph": GRAPH,
-        **REFUSED_IN_GROUPS,
+        "own class weights, one class a batch": NO_MEAN,
+        "state: codebook": OTHER_STATE,
     },
     "multiworker in passes": {
         "ignore_class": "a mean over labels that aren't ignored",
@@ -89,14 +75,13 @@ SAMPLES = {
         "loss of a second call": EXACT,
         "own train_step": EXACT,
         "two heads": EXACT,
-        "Dropout": TRAINED,
-        **REFUSED_IN_GROUPS,
+        "own class weights, one class a batch": NO_MEAN,
     },
 }
 # their audits, which take half of the time, are those of towers except for passes and exchanged
 # rows, which test_keras_audit.py tests
 UNAUDITED = {
-    engine: [name for name, expected in SAMPLES[engine].items() if expected in (EXACT, TRAINED)]
+    engine: [name for name, expected in SAMPLES[engine].items() if expected == EXACT]
     for engine in ("passes", "multiworker", "multiworker in passes")
 }
 WARNED = {  # trained, with this warning
@@ -146,10 +131,10 @@ def test_a_users_program_is_exact_or_refused(
     """
     processes = answers("group" if "multiworker" in engine else "one process")
     every = [process[engine][program] for process in processes]
-    if expected in (EXACT, TRAINED):
+    if expected == EXACT:
         for found in every:
             assert found["verdict"] == "trained", found["said"]
-        assert expected == TRAINED or every[0]["gap"] <= 1e-9
+        assert every[0]["gap"] <= 1e-9
     else:
         assert not any(found["verdict"] == "trained" for found in every)
         assert any(expected in found["said"] for found in every)

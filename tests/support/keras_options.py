@@ -55,30 +55,31 @@ class StopsEarly(keras.callbacks.Callback):
         self.model.stop_training = self.seen >= 3
 
 
-def options() -> dict[str, Callable[[], Made]]:
-    """Return programs by the name of the option that they use."""
+def programs() -> dict[tuple[str, ...], Callable[[], Made]]:
+    """Return programs by the names of the options that they use."""
     return {
-        "loss_weights": lambda: compiled(
-            {"first": "mse", "second": "mae"}, True, loss_weights={"first": 0.3, "second": 2.0}
+        ("loss_weights", "callbacks"): lambda: _with_fit(
+            compiled(
+                {"first": "mse", "second": "mae"}, True, loss_weights={"first": 0.3, "second": 2.0}
+            ),
+            callbacks=[StopsEarly()],
         ),
-        "weighted_metrics": lambda: _with_fit(
+        ("weighted_metrics", "sample_weight"): lambda: _with_fit(
             compiled(weighted_metrics=["mae"]), sample_weight=WEIGHTS
         ),
-        "run_eagerly": lambda: compiled(run_eagerly=True),
-        "steps_per_execution": lambda: compiled(steps_per_execution=2),
-        "jit_compile": lambda: compiled(jit_compile=True),
-        "class_weight": lambda: _with_labels(class_weight={0: 0.5, 1: 3.0, 2: 1.0}),
-        "sample_weight": lambda: fitted(sample_weight=WEIGHTS),
-        "validation_split": lambda: fitted(validation_split=0.4),
-        "validation_data": lambda: fitted(validation_data=HELD, validation_batch_size=5),
-        "validation_steps": lambda: fitted(
-            validation_data=HELD, validation_batch_size=5, validation_steps=2
+        ("run_eagerly",): lambda: compiled(run_eagerly=True),
+        ("steps_per_execution",): lambda: compiled(steps_per_execution=2),
+        ("jit_compile",): lambda: compiled(jit_compile=True),
+        ("class_weight", "validation_split"): lambda: _with_labels(
+            class_weight={0: 0.5, 1: 3.0, 2: 1.0}, validation_split=0.4
         ),
-        "validation_freq": lambda: fitted(validation_data=HELD, validation_freq=2),
-        "steps_per_epoch": lambda: fitted(steps_per_epoch=2),
-        "initial_epoch": lambda: fitted(initial_epoch=1),
-        "shuffle": lambda: fitted(shuffle=True, batch_size=ROWS),
-        "callbacks": lambda: fitted(callbacks=[StopsEarly()]),
+        ("validation_data", "validation_steps", "validation_freq"): lambda: fitted(
+            validation_data=HELD, validation_batch_size=5, validation_steps=2, validation_freq=2
+        ),
+        ("steps_per_epoch", "initial_epoch"): lambda: fitted(
+            steps_per_epoch=2, initial_epoch=1, epochs=3
+        ),
+        ("shuffle",): lambda: fitted(shuffle=True, batch_size=ROWS),
     }
 
 
@@ -99,7 +100,8 @@ def _with_labels(**words: Any) -> Made:
 def run_options(_rank: int, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the result of each option in each engine, with its messages.
 
-    It is `exact`, `refused` or `differs`. Towers are audited.
+    It is `exact`, `refused` or `differs`. Options that one program uses together share its result.
+    Towers are audited.
     """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
@@ -113,10 +115,10 @@ def run_options(_rank: int, engines: Sequence[str]) -> dict[str, dict[str, Any]]
         unaudited(splits[engine])
     trace_faster()
     found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
-    for name, make in options().items():
-        program = Program(name, make(), ROWS, validated=False)
+    for names, make in programs().items():
+        program = Program(names[0], make(), ROWS, validated=False)
         for engine, split in splits.items():
-            found[engine][name] = _judge(program.run(split))
+            found[engine] |= dict.fromkeys(names, _judge(program.run(split)))
     return found
 
 

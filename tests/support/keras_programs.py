@@ -6,6 +6,7 @@ before the first step.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -124,10 +125,9 @@ class Program:
         if split.group is not None and split.group.rank:
             return answer
         self._plain = self._plain or self.train(self.make)
-        plain, own = self._plain
-        return answer | {
-            "gap": difference(({name: plain[name] for name in figures}, own), (figures, weights))
-        }
+        if self._plain[0].keys() != figures.keys():
+            return answer | {"gap": math.inf}
+        return answer | {"gap": difference(self._plain, (figures, weights))}
 
     def _explain(self, error: Exception) -> dict[str, Any]:
         """Return a crash, unless plain Keras ends with the same error."""
