@@ -55,7 +55,7 @@ class Signs:
         if key not in self._pools:
             # drawn by NumPy, because PyTorch's draws are replaced while rows are computed
             drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
-            self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
+            self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like, non_blocking=like.is_cuda)
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
@@ -71,10 +71,11 @@ class Signs:
         counts = torch.tensor([-(-size // width) for size in sizes])
         signs = self.take(int(counts.max()), 0, like)
         zeros = like.new_zeros(width)
+        owners = torch.arange(len(sizes)).repeat_interleave(counts)
         return _Layout(
             rests=[zeros[: -size % width] for size in sizes],
             signs=torch.cat([signs[:count] for count in counts.tolist()]),
-            owners=torch.arange(len(sizes)).repeat_interleave(counts).to(like.device),
+            owners=owners.to(like.device, non_blocking=like.is_cuda),
         )
 
 
