@@ -262,20 +262,27 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:
+    """Raise PlanError unless the devices of a sharded layout, and no others, divide the state."""
     states = [share.state for share in layout.share]
-    holds = [math.isfinite(state) and state > 0 for state in states]
-    if not layout.traits.sharded and any(states):
-        raise PlanError(
-            f"{where}.kind is {layout.kind}, but its devices have a state.",
-            "A sharded layout is a shard.",
-        )
-    lacks = any(share.batch and not own for share, own in zip(layout.share, holds, strict=True))
-    wrong = any(state and not own for state, own in zip(states, holds, strict=True))
-    if layout.traits.sharded and (lacks or wrong or not _is_whole(states)):
+    if not layout.traits.sharded:
+        if any(states):
+            raise PlanError(
+                f"{where}.kind is {layout.kind}, but its devices have a state.",
+                "A sharded layout is a shard.",
+            )
+        return
+    if not (all(map(_has_valid_state, layout.share)) and _is_whole(states)):
         raise PlanError(
             f"{where}.share has the states {', '.join(map(str, states))}.",
             "Give each device with rows its part of the model's state; they sum to 1.",
         )
+
+
+def _has_valid_state(share: Share) -> bool:
+    """True if the share's part of a sharded state is above 0, or 0 and the share has no rows."""
+    if not share.state:
+        return not share.batch
+    return math.isfinite(share.state) and share.state > 0
 
 
 def _is_whole(parts: Sequence[float]) -> bool:
