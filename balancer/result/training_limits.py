@@ -40,7 +40,7 @@ PASS_ERROR = 0.25
 FEW_ROWS = 16
 # relative, half of an interval: a step that waits for no rows differs this much from one turn to
 # the next, because most of its time is the host's
-KEPT_ERROR = 0.15
+KEPT_ERROR = 0.2
 SLOWED_ERROR = 0.5  # relative: not all kernels depend on the clock
 NEIGHBOUR_ERROR = 0.3  # relative: the driver's values are means over long samples
 # fraction of the time in which the session's own kernels ran: below it, the driver's sample mostly

@@ -222,9 +222,13 @@ def _find_host(
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
-        kind = LimitKind.HOST_STARVED
-        error_s = bound_error(starved_s, step_s, STARVED_ERROR)
-        yield StepPart(kind=kind, seconds=starved_s, error_s=error_s, by=competitors)
+        lost_s = min(step_s, starved_s + _wait_for_starved(ranks, steps[place]))
+        yield StepPart(
+            kind=LimitKind.HOST_STARVED,
+            seconds=lost_s,
+            error_s=bound_error(lost_s, step_s, STARVED_ERROR),
+            by=competitors,
+        )
     slowest = ranks[max(last, key=lambda each: steps[each].own_work_s)]
     own_s = slowest.sums.mean("own_work_s")
     if 0 <= slowest.behind < BEHIND_PART:
@@ -239,6 +243,15 @@ def _find_host(
     if idle_s > 0 and starved_s <= MOST_STARVED * idle_s:
         kind, error_s = LimitKind.OWN_CODE, slowest.errors.idle_own_s + starved_s
         yield StepPart(kind=kind, seconds=idle_s - starved_s, error_s=error_s)
+
+
+def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
+    """Return the seconds of a rank's step in which it waits for ranks that get no core.
+
+    They are those in which one of the last ranks waits, if all ranks are starved: each of them is
+    the last one in some steps.
+    """
+    return step.waiting_s if all(each.starved >= LEAST_SHARE for each in ranks) else 0.0
 
 
 def _find_unequal(

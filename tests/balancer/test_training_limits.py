@@ -97,7 +97,7 @@ def test_input_has_the_gain_that_was_measured_with_a_batch_at_hand() -> None:
     assert limit.kind is LimitKind.INPUT
     assert limit.milliseconds == pytest.approx(90.0)
     assert (limit.gain, limit.measured) == (pytest.approx(4.0), True)
-    assert limit.gain_low == pytest.approx(0.1 / 0.023 - 1), "turns differ by 15 %"
+    assert limit.gain_low == pytest.approx(0.1 / 0.024 - 1), "turns differ by a fifth"
     assert "num_workers" in limit.remedy
 
 

@@ -80,6 +80,17 @@ def test_the_gain_of_freed_cores_is_known_within_a_fifth(starved: float) -> None
     assert 0.8 * expected < 1 + limit.gain_low < 1 + limit.gain_high < 1.26 * expected
 
 
+def test_ranks_without_cores_also_wait_for_each_other() -> None:
+    """Each of two is the last one in half of the steps, and both would be as fast without it."""
+    late = rank(own_work_s=0.06, meeting_s=0.021)._replace(starved=0.5)
+    other = rank("GPU:1", own_work_s=0.06, meeting_s=0.021)
+    (limit, *_) = judge_training([late, other._replace(starved=0.5)]).limits
+    assert limit.kind is LimitKind.HOST_STARVED
+    assert limit.milliseconds == pytest.approx(0.5 * 81 + 20)
+    (limit, *_) = judge_training([late, other]).limits
+    assert limit.milliseconds == pytest.approx(0.5 * 81), "the other one has all cores it needs"
+
+
 def test_a_part_whose_gain_is_uncertain_is_not_named() -> None:
     known = rank(between_s=0.01)
     errors = StepSums(STEPS, between_s=0.006)
