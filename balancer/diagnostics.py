@@ -118,22 +118,22 @@ def check_links(
     if importlib.util.find_spec("torch") is None:
         remedy = f"To measure them: {_INSTALL['torch']}."
         return (Check("links", "note", "are measured by PyTorch, which isn't there", remedy),), ()
-    figures = measure_links(devices, report)
+    measurements = measure_links(devices, report)
     with suppress(EvenerError):  # an unwritable folder has its own check
-        save_links(devices, driver, figures)
-    sets = dict.fromkeys(figure.devices for figure in figures)
-    grouped = [[one for one in figures if one.devices == labels] for labels in sets]
-    return tuple(map(describe_link, grouped)), figures
+        save_links(devices, driver, measurements)
+    sets = dict.fromkeys(measurement.devices for measurement in measurements)
+    grouped = [[one for one in measurements if one.devices == labels] for labels in sets]
+    return tuple(map(describe_link, grouped)), measurements
 
 
-def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
+def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
     """Return the check for the link between one set of devices.
 
     It covers all transports that were measured.
     """
-    own, *others = figures
+    own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
-    found = "; ".join(map(write_link, figures))
+    found = "; ".join(map(write_link, measurements))
     if own.outcome != "ok":
         remedy = "No variable of NCCL cures it: look at the driver, the riser and the BIOS."
         if not own.ranks_met:
@@ -154,17 +154,17 @@ def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
     return Check(name, "ok", found)
 
 
-def write_link(figure: LinkMeasurement) -> str:
+def write_link(measurement: LinkMeasurement) -> str:
     """Return a link's measured speed and latency as text, after the name of the transport.
 
     For the transport "as it is", the text is, for example, `as it is 6.1 GB/s, 28 µs`. For a
     measurement that failed, the text says how it failed.
     """
-    if figure.outcome == "ok":
-        speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
-        return f"{figure.transport} {speed}, {figure.latency_seconds * 1e6:.3g} µs"
-    words = {"hangs": "hangs", "wrong": "gives wrong sums", "failed": "fails"}[figure.outcome]
-    return f"{figure.transport} {words}: {figure.detail}"
+    if measurement.outcome == "ok":
+        speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
+        return f"{measurement.transport} {speed}, {measurement.latency_seconds * 1e6:.3g} µs"
+    words = {"hangs": "hangs", "wrong": "gives wrong sums", "failed": "fails"}[measurement.outcome]
+    return f"{measurement.transport} {words}: {measurement.detail}"
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:

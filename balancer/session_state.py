@@ -199,13 +199,13 @@ class RatedLayout(NamedTuple):
 def _rival(
     kind: RivalKind,
     name: str,
-    figure: Interval,
+    interval: Interval,
     batches: tuple[int, ...],
     labels: tuple[str, ...],
 ) -> RatedLayout:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
-    return RatedLayout(kind, name, figure, batches, device)
+    return RatedLayout(kind, name, interval, batches, device)
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:

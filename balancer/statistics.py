@@ -78,9 +78,9 @@ def relative_half_width(interval: Interval) -> float:
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
-def is_known(*figures: Interval) -> bool:
+def is_known(*intervals: Interval) -> bool:
     """True if all samples/s are precise enough to be compared.
 
     Their relative error is then at most `UNKNOWN`.
     """
-    return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)
+    return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in intervals)

@@ -228,14 +228,14 @@ def _measure_alone(
 
     They are None for an unused device, and if its measurement failed or was stopped.
     """
-    figures: list[float | None] = []
+    speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
         own = (tuple(rows * (i == position) for i, rows in enumerate(each)) for each in sizes)
         probe = Probe(layout_of(*own), Stage.SOLO, seconds)
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
-        figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
-    return tuple(figures)
+        speeds.append(seen.samples_per_second if isinstance(seen, Timed) else None)
+    return tuple(speeds)
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):

@@ -191,9 +191,9 @@ class History:
         self.count += 1
         for sample in snapshot.devices:
             for name in _READINGS:
-                figure = getattr(sample, name).current
-                if figure is not None:
-                    self._put(sample.device.key, name, figure, before)
+                value = getattr(sample, name).current
+                if value is not None:
+                    self._put(sample.device.key, name, value, before)
         for report in snapshot.reports:
             if report.noise:
                 self._put(report.training, "noise_scale", report.noise.safe_rows, before)
@@ -203,14 +203,14 @@ class History:
         if before + 1 >= 2 * self._most:
             self._forget()
 
-    def _put(self, key: str, metric: str, figure: float, before: int) -> None:
+    def _put(self, key: str, metric: str, value: float, before: int) -> None:
         column = self._columns.get((key, metric))
         if column is None:
             column = self._columns[key, metric] = array("d", [math.nan]) * before
         if len(column) == before:
-            column.append(figure)
+            column.append(value)
         else:
-            column[before] = figure  # two reports of one training run
+            column[before] = value  # two reports of one training run
 
     def _forget(self) -> None:
         """Drop the older half of the ticks, and metrics without a value since then."""
@@ -232,9 +232,7 @@ class History:
         column = self._columns.get((key, metric))
         if column is None:
             return (None,) * kept
-        return tuple(
-            [None if figure != figure else figure for figure in column[len(column) - kept :]]
-        )
+        return tuple([None if value != value else value for value in column[len(column) - kept :]])
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
         """Return the Unix times of the newest ticks, in seconds, oldest first."""

@@ -261,8 +261,8 @@ class _LoadMeter:
         if seconds <= 0:
             return self._load
 
-        def mean(figure: Callable[[SimulatedLoad], float]) -> float:
-            return sum(length * figure(load) for length, load in past) / seconds
+        def mean(value: Callable[[SimulatedLoad], float]) -> float:
+            return sum(length * value(load) for length, load in past) / seconds
 
         return SimulatedLoad(
             mean(lambda load: load.samples_per_second),

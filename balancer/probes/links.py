@@ -109,12 +109,14 @@ def measure_links(
     transports: Sequence[Transport] = [*TRANSPORTS] if on_gpus else ["as it is"]
     found: list[LinkMeasurement] = []
     for transport in transports:
-        for figure in _measure_by(devices, sets, transport, program):
-            report(figure)
-            if figure.outcome != "ok" and figure.ranks_met and transport == "as it is":
-                members = [device for device in devices if device.label in figure.devices]
-                figure = msgspec.structs.replace(figure, remedy=find_remedy(members, program))
-            found.append(figure)
+        for measurement in _measure_by(devices, sets, transport, program):
+            report(measurement)
+            if measurement.outcome != "ok" and measurement.ranks_met and transport == "as it is":
+                members = [device for device in devices if device.label in measurement.devices]
+                measurement = msgspec.structs.replace(
+                    measurement, remedy=find_remedy(members, program)
+                )
+            found.append(measurement)
     return tuple(found)
 
 
@@ -128,8 +130,8 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
     for transport, variables in TRANSPORTS.items():
         if not variables:
             continue
-        (figure,) = _measure_by(devices, everyone, transport, program)
-        if figure.outcome == "ok":
+        (measurement,) = _measure_by(devices, everyone, transport, program)
+        if measurement.outcome == "ok":
             return write_variables(variables)
     return ""
 

@@ -81,7 +81,7 @@ class ProgressReporter:
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
         self._probe, self._report, self._now = probe, report, now
-        self._figures: tuple[float | None, float | None] = (None, None)
+        self._latest: tuple[float | None, float | None] = (None, None)
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
@@ -95,7 +95,7 @@ class ProgressReporter:
 
         They are reported if a report is due.
         """
-        self._figures = rate, relative
+        self._latest = rate, relative
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
@@ -103,7 +103,7 @@ class ProgressReporter:
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
-        self._report(ProbeProgress(self._probe, phase, *self._figures, self._now(), seconds, where))
+        self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
         """Report the last values again with the elapsed time, if a report is due."""
@@ -111,7 +111,7 @@ class ProgressReporter:
             self._last = at
             self._report(
                 ProbeProgress(
-                    self._probe, self.phase, *self._figures, self._now(), at - self._entered
+                    self._probe, self.phase, *self._latest, self._now(), at - self._entered
                 )
             )
 

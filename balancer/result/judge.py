@@ -89,15 +89,15 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
-    figure, seen = chosen.throughput, record.observations
-    known = is_known(figure)
-    error = relative_error(figure.value, figure.low, figure.high)
+    interval, seen = chosen.throughput, record.observations
+    known = is_known(interval)
+    error = relative_error(interval.value, interval.low, interval.high)
     doubts = measurements.find_doubts(seen, chosen.layout, error)
     named = _name_rivals(report, rivals, labels)
     limits = find_training_limits(report, seen, devices)
     verdict = Verdict(
         chosen=_describe_chosen(report, labels),
-        rate=_describe_rate(report, chosen.layout, figure),
+        rate=_describe_rate(report, chosen.layout, interval),
         equal_shares=_has_equal_shares(chosen.layout),
         simulated=record.header.job.simulated,
         rivals=named,
@@ -179,13 +179,13 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
     return "equal_shares" if family.equal_shares else "other_shares"
 
 
-def _describe_rate(report: SearchReport, layout: Layout, figure: Interval) -> MeasuredRate:
+def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
     """Return the samples/s of a layout, and its tokens/s if rows have lengths."""
-    plain = MeasuredRate(figure.value, figure.low, figure.high, is_known(figure))
+    plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
     padding = padding_share(report.turns_of(layout))
-    tokens = figure.value * report.mean_length
+    tokens = interval.value * report.mean_length
     return msgspec.structs.replace(plain, tokens_per_second=tokens, padding=padding)
 
 
@@ -286,8 +286,8 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
     """Compare a device alone with the chosen layout, which may be the same device."""
-    figure = chosen.throughput if one.layout == chosen.layout else one.throughput
-    return compare(chosen, Candidate(SOLO, one.layout), figure)
+    interval = chosen.throughput if one.layout == chosen.layout else one.throughput
+    return compare(chosen, Candidate(SOLO, one.layout), interval)
 
 
 def _name_rivals(

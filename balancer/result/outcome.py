@@ -237,20 +237,20 @@ def _predict_memory(
     return held, max((turn.memory_bytes[position] or 0 for turn in turns), default=0)
 
 
-def _write_throughput(figure: Interval, layout: Layout, report: SearchReport) -> Throughput:
+def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
     """Return a layout's samples/s with their interval, and the equivalent in tokens and energy."""
-    low, high = max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value)
+    low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
-    tokens = (figure.value * report.mean_length, padding_share(turns))
+    tokens = (interval.value * report.mean_length, padding_share(turns))
     power = mean_power(turns)
     if power is None or not power.watts:
-        return Throughput(figure.value, low, high, *tokens)
+        return Throughput(interval.value, low, high, *tokens)
     return Throughput(
-        figure.value,
+        interval.value,
         low,
         high,
         *tokens,
-        figure.value / power.watts,
+        interval.value / power.watts,
         power.active_watts,
         power.idle_watts,
     )

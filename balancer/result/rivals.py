@@ -147,7 +147,7 @@ def _fastest_split(
 
 
 def compare(
-    chosen: Result, rival: Candidate, figure: Interval, in_turn: RankedLayout | None = None
+    chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
     """Compare two layouts by their rates.
 
@@ -155,18 +155,18 @@ def compare(
     taken from the turns.
     """
     own, layout = chosen.throughput, rival.layout
-    comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
+    comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
     if layout == chosen.layout or not comparable:
-        return ComparedLayout(rival, figure, 0.0, compared=False)
-    gain, tie = own.value / figure.value - 1, overlap(own, figure)
+        return ComparedLayout(rival, interval, 0.0, compared=False)
+    gain, tie = own.value / interval.value - 1, overlap(own, interval)
     if in_turn is None or in_turn.against is None:
-        return ComparedLayout(rival, figure, gain, tie, difference=_compare_rates(own, figure))
+        return ComparedLayout(rival, interval, gain, tie, difference=_compare_rates(own, interval))
     found = _reverse_gap(in_turn.against)
     if in_turn.tie or found.low <= 0 <= found.high:
-        return ComparedLayout(rival, figure, gain, True, in_turn.unclear, difference=found)
+        return ComparedLayout(rival, interval, gain, True, in_turn.unclear, difference=found)
     paired = tie or not found.low <= gain <= found.high
     gain = found.value if paired else gain
-    return ComparedLayout(rival, figure, gain, paired=paired, difference=found)
+    return ComparedLayout(rival, interval, gain, paired=paired, difference=found)
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
@@ -237,11 +237,11 @@ def printed_gain(own: float, other: float) -> float:
     return first / second - 1
 
 
-def is_rough(*figures: Interval) -> bool:
+def is_rough(*intervals: Interval) -> bool:
     """True if gains between these values are precise only to whole percents."""
-    return any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
+    return any(relative_error(one.value, one.low, one.high) > COARSE for one in intervals)
 
 
-def write_gain(gain: float, *figures: Interval) -> str:
+def write_gain(gain: float, *intervals: Interval) -> str:
     """Return a gain in percent as text, without decimals if a value is rough: 36.4 %, 36 %."""
-    return percent(gain, 0 if is_rough(*figures) and gain >= 0.005 else 1)
+    return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

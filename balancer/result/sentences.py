@@ -168,24 +168,24 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 # ---------------------------------------------------------------------- the headline
 
 
-def write_error(figure: MeasuredRate) -> str:
+def write_error(measured: MeasuredRate) -> str:
     """Return the relative error of samples/s as text: ± 0.4 %."""
-    return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
+    return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 
 def _write_plan_rate(verdict: Verdict) -> str:
-    figure = verdict.rate
-    speed = f"{rate(figure.samples_per_second)} samples/s"
-    if not figure.known:
-        return f"{speed} {write_error(figure)}, too uncertain to compare"
-    exact = relative_error(figure.samples_per_second, figure.low, figure.high) < EXACT
-    shown = "" if exact else f" {write_error(figure)}"
-    if not figure.tokens_per_second:
+    own = verdict.rate
+    speed = f"{rate(own.samples_per_second)} samples/s"
+    if not own.known:
+        return f"{speed} {write_error(own)}, too uncertain to compare"
+    exact = relative_error(own.samples_per_second, own.low, own.high) < EXACT
+    shown = "" if exact else f" {write_error(own)}"
+    if not own.tokens_per_second:
         return f"{speed}{shown}"
     gap = verdict.chosen.own_work_gap
     within = "" if gap is None else f", the devices' own work within {percent(gap)}"
-    tokens = f"{rate(figure.tokens_per_second)} tokens/s{shown}"
-    return f"{tokens} ({speed}, {percent(figure.padding)} padding{within})"
+    tokens = f"{rate(own.tokens_per_second)} tokens/s{shown}"
+    return f"{tokens} ({speed}, {percent(own.padding)} padding{within})"
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
@@ -273,8 +273,8 @@ def _can_be_stated(rival: Rival) -> bool:
     return rival.gain is not None or not rival.rate.known
 
 
-def _interval(figure: MeasuredRate) -> Interval:
-    return Interval(figure.samples_per_second, figure.low, figure.high)
+def _interval(measured: MeasuredRate) -> Interval:
+    return Interval(measured.samples_per_second, measured.low, measured.high)
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
@@ -308,8 +308,8 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
     """Return the ± of a gain in percentage points; empty if the gain is precise."""
-    figures = (_interval(verdict.rate), _interval(rival.rate))
-    if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
+    intervals = (_interval(verdict.rate), _interval(rival.rate))
+    if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
     half = _half_width(rival.difference)
     return f" ± {percent(half, 0 if half >= 0.01 else 1)}" if half >= EXACT else ""
@@ -441,8 +441,8 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
     for one in faster[:MOST_NAMED]:
         name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
         at = f" at {one.global_batch} samples a step" if one.global_batch != _batch(verdict) else ""
-        figure = f"{speed} samples/s {write_error(one.rate)}"
-        yield f"{name}{at} reached {figure}, which is better known."
+        measured = f"{speed} samples/s {write_error(one.rate)}"
+        yield f"{name}{at} reached {measured}, which is better known."
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
@@ -699,14 +699,14 @@ def _describe_workers(verdict: Verdict) -> Iterator[str]:
     own = verdict.chosen.knobs
     best = WORKERS[own[0]] if own else "as your code has it"
     found = sorted([(best, verdict.rate), *tried], key=lambda each: -each[1].samples_per_second)
-    rates = [f"{how}: {_write_rate(figure)}" for how, figure in found]
+    rates = [f"{how}: {_write_rate(measured)}" for how, measured in found]
     advice = f"Write num_workers={best} for your loader." if own else "Leave your loader as it is."
     yield f"Loader workers, in samples/s: {', '.join(rates)}. {advice}"
 
 
-def _write_rate(figure: MeasuredRate) -> str:
-    speed = rate(figure.samples_per_second)
-    return speed if figure.known else f"{speed} {write_error(figure)}"
+def _write_rate(measured: MeasuredRate) -> str:
+    speed = rate(measured.samples_per_second)
+    return speed if measured.known else f"{speed} {write_error(measured)}"
 
 
 WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}

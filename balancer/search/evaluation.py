@@ -290,8 +290,8 @@ class Evaluation:
         both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
         every = list({one.probe: one for one in both}.values())
         every = [one for one in every if not one.lone] or every
-        figure = center(self._samples_per_second(dict(enumerate(every))), throughput(fresh).value)
-        return Result(chosen.layout, figure, len(every))
+        interval = center(self._samples_per_second(dict(enumerate(every))), throughput(fresh).value)
+        return Result(chosen.layout, interval, len(every))
 
     @cached_property
     def _chosen(self) -> Result | None:
@@ -348,10 +348,10 @@ class Evaluation:
         If all turns are lone steps, the interval is at least as wide as the search's lone steps
         suggest.
         """
-        figure = throughput(turns)
+        interval = throughput(turns)
         if not all(one.lone for one in turns.values()):
-            return figure
-        return widen(figure, self._lone_error / math.sqrt(len(turns)))
+            return interval
+        return widen(interval, self._lone_error / math.sqrt(len(turns)))
 
     @cached_property
     def _lone_error(self) -> float:
@@ -422,8 +422,8 @@ class Evaluation:
         found = list(self.race.ranking)
         for place, one in enumerate(found):
             if self.best and self.best.layout == one.candidate.layout:
-                figure = self.best.throughput
-                found[place] = msgspec.structs.replace(one, throughput=figure)
+                interval = self.best.throughput
+                found[place] = msgspec.structs.replace(one, throughput=interval)
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:

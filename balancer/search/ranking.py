@@ -215,13 +215,13 @@ def throughput(turns: Turns) -> Interval:
     The samples/s are computed from the mean step time of the turns. For a single turn, return the
     interval that was measured in that turn.
     """
-    figures = [seen.throughput for _, seen in sorted(turns.items())]
-    if len(figures) == 1:
-        return figures[0]
-    value = len(figures) / math.fsum(1 / figure.value for figure in figures)
+    measured = [seen.throughput for _, seen in sorted(turns.items())]
+    if len(measured) == 1:
+        return measured[0]
+    value = len(measured) / math.fsum(1 / one.value for one in measured)
     own = fmean(relative_error(seen) ** 2 for seen in turns.values())
-    deviation = _pooled_deviation(own, [figure.value / value for figure in figures])
-    interval = Difference(value, value * deviation, len(figures)).interval()
+    deviation = _pooled_deviation(own, [one.value / value for one in measured])
+    interval = Difference(value, value * deviation, len(measured)).interval()
     return center(interval, value)  # never below 0
 
 
@@ -236,16 +236,16 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 
-def center(figure: Interval, value: float) -> Interval:
+def center(interval: Interval, value: float) -> Interval:
     """Return an interval of the same width around another value, not below 0."""
-    half = (figure.high - figure.low) / 2
+    half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
-def widen(figure: Interval, error: float) -> Interval:
+def widen(interval: Interval, error: float) -> Interval:
     """Return the interval, extended to a relative half-width of at least `error` on both sides."""
-    low = min(figure.low, figure.value * max(0.0, 1 - error))
-    return Interval(figure.value, low, max(figure.high, figure.value * (1 + error)))
+    low = min(interval.low, interval.value * max(0.0, 1 - error))
+    return Interval(interval.value, low, max(interval.high, interval.value * (1 + error)))
 
 
 def overlap(one: Interval, other: Interval) -> bool:
@@ -256,9 +256,9 @@ def overlap(one: Interval, other: Interval) -> bool:
 def _rank_layout(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> RankedLayout:
     own = turns[one.layout]
     best = turns[winner.layout]
-    figure = throughput(own)
+    speed = throughput(own)
     if one is winner:
-        return RankedLayout(one, figure, None, False, len(own))
+        return RankedLayout(one, speed, None, False, len(own))
     against = compare_turns(own, best).interval()
-    uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(best))
-    return RankedLayout(one, figure, against, uncertain or abs(against.value) < TIE, len(own))
+    uncertain = against.low <= 0 <= against.high and overlap(speed, throughput(best))
+    return RankedLayout(one, speed, against, uncertain or abs(against.value) < TIE, len(own))

@@ -134,18 +134,18 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
     Raises RequestError if a plan has no samples/s.
     """
-    figures = [one.throughput, other.throughput]
-    if not all(each.samples_per_second > 0 for each in figures):
+    throughputs = [one.throughput, other.throughput]
+    if not all(each.samples_per_second > 0 for each in throughputs):
         raise RequestError("A plan has no samples/s.", "Compare runs that measured some.")
-    ratio = figures[0].samples_per_second / figures[1].samples_per_second
-    errors = [(each.high - each.low) / 2 / each.samples_per_second for each in figures]
+    ratio = throughputs[0].samples_per_second / throughputs[1].samples_per_second
+    errors = [(each.high - each.low) / 2 / each.samples_per_second for each in throughputs]
     error = max(math.hypot(*errors), LEAST_ERROR)
     return RunDifference(
         kind="search",
         before=before,
         after=after,
-        before_samples_per_second=figures[0].samples_per_second,
-        after_samples_per_second=figures[1].samples_per_second,
+        before_samples_per_second=throughputs[0].samples_per_second,
+        after_samples_per_second=throughputs[1].samples_per_second,
         slowdown=ratio - 1,
         low=ratio * math.exp(-error) - 1,
         high=ratio * math.exp(error) - 1,
@@ -186,10 +186,10 @@ class _Mean(msgspec.Struct, frozen=True):
 
 
 def _mean(
-    windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float], least: float = 1e-12
+    windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
     """Return the mean of a metric over a training, from blocks of windows of equal duration."""
-    blocks = [_weighted_mean(block, figure) for block in _group_into_blocks(windows)]
+    blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
         return _Mean(value, value)
@@ -204,8 +204,8 @@ def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
 
     It is computed from the windows in which steps were quickest.
     """
-    figures = sorted(window.quick_s * window.steps / window.samples for window in windows)
-    kept = figures[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(figures)))]
+    seconds = sorted(window.quick_s * window.steps / window.samples for window in windows)
+    kept = seconds[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(seconds)))]
     return _Mean(median(kept), (kept[-1] - kept[0]) / 2)
 
 
@@ -263,10 +263,10 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
     return [block for block in blocks if block]
 
 
-def _weighted_mean(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) -> float:
+def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
     """Return the mean of a metric over windows, weighted by their duration."""
     seconds = sum(each.seconds for each in windows)
-    return sum(figure(each) * each.seconds for each in windows) / seconds
+    return sum(metric(each) * each.seconds for each in windows) / seconds
 
 
 def _find_correlation(blocks: Sequence[float]) -> float:

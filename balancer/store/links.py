@@ -31,11 +31,13 @@ class LinkRecord(msgspec.Struct, frozen=True):
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
     measured_at: float  # Unix time
-    figures: tuple[LinkMeasurement, ...]
-    labels: tuple[str, ...] = ()  # labels of the devices, as used in `figures`
+    measurements: tuple[LinkMeasurement, ...] = msgspec.field(name="figures")
+    labels: tuple[str, ...] = ()  # labels of the devices, as used in `measurements`
 
 
-def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMeasurement]) -> Path:
+def save_links(
+    devices: Sequence[Device], driver: str, measurements: Sequence[LinkMeasurement]
+) -> Path:
     """Save measured links and return the file's path.
 
     Raises RequestError if it can't be written.
@@ -43,7 +45,7 @@ def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMea
     path = _find_path(devices, driver)
     make_private(path.parent)
     labels = tuple(device.label for device in devices)
-    record = LinkRecord(driver, _list_ids(devices), time.time(), tuple(figures), labels)
+    record = LinkRecord(driver, _list_ids(devices), time.time(), tuple(measurements), labels)
     write_atomically(path, msgspec.json.encode(record))
     return path
 
@@ -55,12 +57,12 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
     can't be written.
     """
     labels = tuple(device.label for device in devices)
-    figure = LinkMeasurement(labels, OWN, "ok", bytes_per_second, path=path)
+    measurement = LinkMeasurement(labels, OWN, "ok", bytes_per_second, path=path)
     before = find_links(devices, driver)
-    others = before.figures if before is not None else ()
+    others = before.measurements if before is not None else ()
     kept = [one for one in others if (one.transport, one.devices) != (OWN, labels)]
     with suppress(OSError, RequestError):
-        save_links(devices, driver, (*kept, figure))
+        save_links(devices, driver, (*kept, measurement))
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
@@ -81,9 +83,9 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     """
     labels = {device.id: device.label for device in devices}
     found = []
-    for ids, figure in _find_newest(devices, driver).items():
+    for ids, measurement in _find_newest(devices, driver).items():
         names = tuple(labels[each] for each in labels if each in ids)
-        found.append(Link(names, figure.path, figure.bytes_per_second))
+        found.append(Link(names, measurement.path, measurement.bytes_per_second))
     return tuple(sorted(found, key=lambda link: (len(link.devices), link.devices)))
 
 
@@ -95,8 +97,8 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)
     known = [
-        KnownLink(len(ids), figure.bytes_per_second, figure.latency_seconds)
-        for ids, figure in newest.items()
+        KnownLink(len(ids), measurement.bytes_per_second, measurement.latency_seconds)
+        for ids, measurement in newest.items()
         if len(ids) == widest
     ]
     return min(known, key=lambda link: link.bytes_per_second, default=None)
@@ -107,10 +109,10 @@ def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str],
     known = {device.id for device in devices}
     found = {}
     for record in _list_records(driver):
-        for figure in record.figures:
-            ids = _ids_of(record, figure)
-            if figure.transport == OWN and figure.outcome == "ok" and ids <= known:
-                found[ids] = figure
+        for measurement in record.measurements:
+            ids = _ids_of(record, measurement)
+            if measurement.transport == OWN and measurement.outcome == "ok" and ids <= known:
+                found[ids] = measurement
     return found
 
 
@@ -128,10 +130,10 @@ def _read(path: Path) -> LinkRecord | None:
     return None
 
 
-def _ids_of(record: LinkRecord, figure: LinkMeasurement) -> frozenset[str]:
+def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
     """Return the ids of the devices in one measurement of a record."""
     pairs = zip(record.devices, record.labels, strict=False)
-    return frozenset(identity for identity, label in pairs if label in figure.devices)
+    return frozenset(identity for identity, label in pairs if label in measurement.devices)
 
 
 def _list_ids(devices: Sequence[Device]) -> tuple[str, ...]:

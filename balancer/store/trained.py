@@ -73,8 +73,8 @@ def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
 
 def _is_start_of(plan: Plan, start: StartEntry) -> bool:
     promised = plan.throughput.samples_per_second
-    same_figure = abs(start.plan_samples_per_second - promised) <= SAME * promised
-    return bool(promised) and same_figure and start.plan_created == plan.created
+    same_speed = abs(start.plan_samples_per_second - promised) <= SAME * promised
+    return bool(promised) and same_speed and start.plan_created == plan.created
 
 
 def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:

@@ -49,7 +49,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(links, name, SOON)
 
 
-def figure(**changes: object) -> LinkMeasurement:
+def measurement(**changes: object) -> LinkMeasurement:
     """Return a link that works."""
     own = LinkMeasurement(("GPU:0", "GPU:1"), "as it is", "ok", 6.1e9, 28e-6)
     return msgspec.structs.replace(own, **changes)
@@ -120,10 +120,10 @@ def test_ranks_that_do_not_meet_all_together_are_measured_pair_by_pair(hasty: No
 
 def test_a_link_is_kept_for_its_driver_and_devices_alone() -> None:
     devices = slices(2)
-    save_links(devices, "550.54", [figure()])
+    save_links(devices, "550.54", [measurement()])
     kept = find_links(devices, "550.54")
     assert kept is not None
-    assert kept.figures == (figure(),)
+    assert kept.measurements == (measurement(),)
     assert find_links(devices, "560.1") is None
     assert find_links(devices[:1], "550.54") is None
 
@@ -131,11 +131,13 @@ def test_a_link_is_kept_for_its_driver_and_devices_alone() -> None:
 def test_links_are_listed_for_the_devices_that_are_there() -> None:
     """Of several measurements the newest counts, whichever other devices took part in it."""
     three = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(3))
-    slow = figure(path="PCIe, no P2P")
-    together = figure(devices=("GPU:0", "GPU:1", "GPU:2"), bytes_per_second=5e9)
-    hanging = figure(devices=("GPU:1", "GPU:2"), outcome="hangs")
+    slow = measurement(path="PCIe, no P2P")
+    together = measurement(devices=("GPU:0", "GPU:1", "GPU:2"), bytes_per_second=5e9)
+    hanging = measurement(devices=("GPU:1", "GPU:2"), outcome="hangs")
     save_links(
-        three, "550", [slow, figure(transport="sockets", bytes_per_second=9e9), together, hanging]
+        three,
+        "550",
+        [slow, measurement(transport="sockets", bytes_per_second=9e9), together, hanging],
     )
     renumbered = msgspec.structs.replace(three[2], index=1)
     assert list_links([three[0], renumbered], "550") == ()
@@ -151,8 +153,8 @@ def test_links_are_listed_for_the_devices_that_are_there() -> None:
 def test_a_search_knows_the_slowest_link_between_most_of_its_devices() -> None:
     three = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(3))
     assert find_known_link(three, "550") is None
-    slow = figure(devices=("GPU:1", "GPU:2"), bytes_per_second=2e9)
-    save_links(three, "550", [figure(), slow])
+    slow = measurement(devices=("GPU:1", "GPU:2"), bytes_per_second=2e9)
+    save_links(three, "550", [measurement(), slow])
     assert find_known_link(three, "550") == KnownLink(2, 2e9, 28e-6)
     assert find_known_link(three[:2], "550") == KnownLink(2, 6.1e9, 28e-6)
     note_link(three, "550", "", 3e9)
@@ -162,12 +164,12 @@ def test_a_search_knows_the_slowest_link_between_most_of_its_devices() -> None:
 
 def test_what_a_search_measures_leaves_other_transports_of_the_doctor_s() -> None:
     two = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(2))
-    sockets = figure(transport="sockets", bytes_per_second=9e9)
-    save_links(two, "550", [figure(), sockets])
+    sockets = measurement(transport="sockets", bytes_per_second=9e9)
+    save_links(two, "550", [measurement(), sockets])
     note_link(two, "550", "NVLink", 150e9)
     kept = find_links(two, "550")
     assert kept is not None
-    assert {one.transport: one.bytes_per_second for one in kept.figures} == {
+    assert {one.transport: one.bytes_per_second for one in kept.measurements} == {
         "as it is": 150e9,
         "sockets": 9e9,
     }
@@ -190,21 +192,21 @@ def test_the_path_between_gpus_is_what_the_driver_says(
 
 
 def test_a_record_that_is_broken_is_as_none() -> None:
-    path = save_links(slices(2), "1", [figure()])
+    path = save_links(slices(2), "1", [measurement()])
     path.write_text("{")
     assert find_links(slices(2), "1") is None
 
 
 def test_a_link_that_is_as_fast_without_p2p_says_that_it_brings_nothing() -> None:
-    without = figure(transport="no P2P", bytes_per_second=6.0e9)
-    assert "P2P isn't used" in describe_link([figure(), without]).found
-    fast = figure(bytes_per_second=150e9)
+    without = measurement(transport="no P2P", bytes_per_second=6.0e9)
+    assert "P2P isn't used" in describe_link([measurement(), without]).found
+    fast = measurement(bytes_per_second=150e9)
     assert "P2P isn't used" not in describe_link([fast, without]).found
 
 
 def test_a_link_that_is_faster_by_another_way_is_told_with_its_variable() -> None:
-    sockets = figure(transport="sockets", bytes_per_second=9e9)
-    check = describe_link([figure(), sockets])
+    sockets = measurement(transport="sockets", bytes_per_second=9e9)
+    check = describe_link([measurement(), sockets])
     assert "NCCL_SHM_DISABLE=1" in check.remedy
 
 

@@ -98,9 +98,9 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
     if any(find_backend(device.kind).simulated for device in found.devices):
         raise RequestError("Simulated devices have no links.", "Leave --devices out.")
 
-    def report(figure: LinkMeasurement) -> None:
-        if figure.outcome != "ok":
-            say(f"{' – '.join(figure.devices)}, {write_link(figure)}")
+    def report(measurement: LinkMeasurement) -> None:
+        if measurement.outcome != "ok":
+            say(f"{' – '.join(measurement.devices)}, {write_link(measurement)}")
 
     return check_links(found.devices, found.driver, report)
 
@@ -147,13 +147,13 @@ def doctor(
     Exit code 0: balance can run, 1: it can't.
     """
     checks, used = _check(devices, ray_address)
-    figures: tuple[LinkMeasurement, ...] = ()
+    measurements: tuple[LinkMeasurement, ...] = ()
     if links:
-        more, figures = _check_links(devices)
+        more, measurements = _check_links(devices)
         checks = (*checks, *more)
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
-        print(json_text({"exit_code": code, "checks": checks, "links": figures}))
+        print(json_text({"exit_code": code, "checks": checks, "links": measurements}))
         raise typer.Exit(code)
     width = max(len(check.name) for check in checks)
     for check in checks:

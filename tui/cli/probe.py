@@ -149,9 +149,9 @@ def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
     """Print the result of a run, and the doubts about it, to standard error."""
-    figure = run.this_run
-    error = half_width(figure.value, figure.low, figure.high)
-    say(f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}")
+    interval = run.this_run
+    error = half_width(interval.value, interval.low, interval.high)
+    say(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
     say(*_write_doubts(run.warnings, devices, length))
 
 
@@ -198,18 +198,18 @@ def _rows(
     several = len(layout.active) > 1
     whole_batch = str(layout.global_batch)
     for number, run in enumerate(runs, 1):
-        figure = run.this_run
-        error = half_width(figure.value, figure.low, figure.high)
+        interval = run.this_run
+        error = half_width(interval.value, interval.low, interval.high)
         for i in layout.active:
             share = share_words(layout, i)
             memory = run.memory_bytes[i]
             if several:
                 cells = _cells(run.own[i], "-", memory, None, energy)
             else:
-                cells = _cells(figure.value, error, memory, run.power, energy)
+                cells = _cells(interval.value, error, memory, run.power, energy)
             yield (str(number), labels[i], share, *cells)
         if several:
-            cells = _cells(figure.value, error, None, run.power, energy)
+            cells = _cells(interval.value, error, None, run.power, energy)
             yield (str(number), TOGETHER, whole_batch, *cells)
     if len(runs) > 1:
         powers = [run.power for run in runs if run.power]
@@ -226,10 +226,10 @@ def _cells(
 
     With `energy`, also return cells for samples per joule and watts.
     """
-    figure = "-" if speed is None else rate(speed)
+    shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:
-        return figure, error, held
+        return shown, error, held
     known = power or Power(0.0, 0.0)
     drawn = energy_cells(speed or 0.0, known.active_watts, known.idle_watts)
-    return (figure, error, held, *drawn)
+    return (shown, error, held, *drawn)

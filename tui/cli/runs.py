@@ -159,7 +159,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (
         " …" if len(summary.ratios) > 4 else ""
     )
-    figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
+    speed = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
     mark = "(simulated) " if summary.simulated else ""
     workload = mark + cut_path(plain(summary.workload), _WIDEST_TEXT - len(mark))
@@ -172,7 +172,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         ratios or "-",
         probes,
         seconds,
-        figure,
+        speed,
         "-" if summary.trained is None else _write_trained(summary.trained),
     )
 

@@ -118,10 +118,10 @@ def _verdict(report: ReportData) -> Iterator[str]:
     rows = []
     for each in report.rivals:
         own = each is plan
-        figure = each.rate.value
-        words = rate(figure) if is_known(each.rate) else f"~{rate(figure)}"
+        value = each.rate.value
+        words = rate(value) if is_known(each.rate) else f"~{rate(value)}"
         gain = "" if own else versus(plan, each)
-        bar = _bar((figure, SERIES[2] if own else SERIES[0], 1), most=top)
+        bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
         rows.append((PLAN_NAME if own else plain(each.name, 40), bar, words, gain))
     head = ("", "", "samples/s", "plan faster by")
     yield _table(head, rows, range(2, 4), "gains")
@@ -194,8 +194,8 @@ def _curves(report: ReportData) -> str:
     rows: list[tuple[str, ...]] = []
     for curve in report.curves:
         rows += [
-            (curve.label, str(batch), rate(figure), f"{batch / figure * 1000:.2f}")
-            for batch, figure in curve.points
+            (curve.label, str(batch), rate(speed), f"{batch / speed * 1000:.2f}")
+            for batch, speed in curve.points
         ]
         rows += (
             [(curve.label, str(curve.failed_batch), "out of memory", "")]
@@ -233,17 +233,19 @@ def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
     """Return the table row of one layout. The faint end of its bar is the 95 % interval."""
-    figure = bar.throughput
+    throughput = bar.throughput
     speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
     return (
         bar.name,
         write_layout(bar.layout, header),
-        _bar((figure.low, colour, 1), (figure.high - figure.low, colour, 0.5), most=most),
+        _bar(
+            (throughput.low, colour, 1), (throughput.high - throughput.low, colour, 0.5), most=most
+        ),
         rate(speed),
-        *((rate(figure.tokens_per_second), percent(figure.padding, 1)) if tokens else ()),
-        f"{rate(figure.low)} – {rate(figure.high)}",
-        *(energy_cells(speed, figure.active_watts, figure.idle_watts) if energy else ()),
+        *((rate(throughput.tokens_per_second), percent(throughput.padding, 1)) if tokens else ()),
+        f"{rate(throughput.low)} – {rate(throughput.high)}",
+        *(energy_cells(speed, throughput.active_watts, throughput.idle_watts) if energy else ()),
         f"{bar.layout.global_batch * bar.layout.processes / speed * 1000 if speed else 0.0:.2f}",
     )
 

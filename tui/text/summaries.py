@@ -161,13 +161,13 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "�
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
         doubts = "".join(f", {words}" for words in list_doubts(seen))
-        figure = f"{rate(seen.samples_per_second)} samples/s"
+        speed = f"{rate(seen.samples_per_second)} samples/s"
         if seen.tokens and not seen.probe.layout.length:
-            figure = (
+            speed = (
                 f"{rate(seen.tokens / seen.step_seconds)} tokens/s, {percent(seen.padding)} "
-                f"padding, {figure}"
+                f"padding, {speed}"
             )
-        return f"{figure} {plus_minus}{error}{doubts}"
+        return f"{speed} {plus_minus}{error}{doubts}"
     if isinstance(seen, OutOfMemory):
         who = ", ".join(labels[i] for i in seen.devices)
         return "out of memory" + (f" on {who}" if who else "")
@@ -381,15 +381,15 @@ def frontier_table(found: Verdict | None) -> Table:
     return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
 
 
-def _write_energy(figure: Throughput) -> str:
+def _write_energy(throughput: Throughput) -> str:
     """Return the samples per joule of all devices, and their power.
 
     The power of idle devices is listed separately.
     """
     efficiency, active, idle = energy_cells(
-        figure.samples_per_second, figure.active_watts, figure.idle_watts
+        throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
     )
-    if not figure.idle_watts:
+    if not throughput.idle_watts:
         return f"{efficiency} samples/J at {active} W"
     total = f"{float(active) + float(idle):.0f}"
     return f"{efficiency} samples/J at {total} W: {active} W, and {idle} W in idle devices"
@@ -399,10 +399,10 @@ def _write_alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     (share,) = solo.layout.active
-    figure = solo.throughput
-    speed = rate(figure.samples_per_second)
-    if not is_known(throughput_interval(figure)):
-        speed = f"{speed} ± {half_width(figure.samples_per_second, figure.low, figure.high)}"
+    known = solo.throughput
+    speed = rate(known.samples_per_second)
+    if not is_known(throughput_interval(known)):
+        speed = f"{speed} ± {half_width(known.samples_per_second, known.low, known.high)}"
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
@@ -466,12 +466,12 @@ def _write_earlier(rival: RatedLayout) -> str:
     return f"measured alternately: {rate(rival.rate.value)} now, {rate(rival.earlier)} earlier"
 
 
-def _write_rate(figure: Interval) -> str:
+def _write_rate(interval: Interval) -> str:
     """Return the samples/s, with "±" if they are known only to whole percents."""
-    if not is_rough(figure):
-        return f"{rate(figure.value)} samples/s"
-    error = half_width(figure.value, figure.low, figure.high)
-    return f"{rate(figure.value)} samples/s ± {error}"
+    if not is_rough(interval):
+        return f"{rate(interval.value)} samples/s"
+    error = half_width(interval.value, interval.low, interval.high)
+    return f"{rate(interval.value)} samples/s ± {error}"
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:

@@ -208,10 +208,10 @@ def write_fastest(state: SessionState) -> str:
     gain = fastest.samples_per_second / best.throughput.value - 1
     if rate(fastest.samples_per_second) == rate(best.throughput.value) or gain <= 0:
         return ""
-    figure = rate(fastest.samples_per_second)
+    speed = rate(fastest.samples_per_second)
     if layout == best.layout:
-        return f"{figure} in its fastest turn: above is the mean of {best.turns}"
-    where = f"{figure} at {'+'.join(str(share) for share in layout.shares if share)}"
+        return f"{speed} in its fastest turn: above is the mean of {best.turns}"
+    where = f"{speed} at {'+'.join(str(share) for share in layout.shares if share)}"
     if layout.global_batch > best.layout.global_batch:
         return f"{where}: a larger batch for {percent(gain, 1)} more"
     return f"{where}: in one measurement, {percent(gain, 1)} more"
@@ -334,22 +334,22 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
     written, found = write_verdict(finished.found), finished.found
-    answer = written.description.removeprefix(SIMULATED)
-    advice = written.recommendation.removeprefix(SIMULATED)
-    figure = _figure_lines(written.rate, answer, found.simulated, width)
-    if advice.endswith(f": {answer}."):
-        return [*figure, *text_lines(f"{advice.removesuffix(f': {answer}.')}.", width, 3)]
-    return [*(text_lines(advice, width, 3, "strong") if advice else ()), *figure]
+    layout = written.description.removeprefix(SIMULATED)
+    recommendation = written.recommendation.removeprefix(SIMULATED)
+    throughput = _throughput_lines(written.rate, layout, found.simulated, width)
+    if recommendation.endswith(f": {layout}."):
+        return [*throughput, *text_lines(f"{recommendation.removesuffix(f': {layout}.')}.", width, 3)]
+    return [*(text_lines(recommendation, width, 3, "strong") if recommendation else ()), *throughput]
 
 
-def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list[Line]:
+def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
     """Return the throughput and its layout, side by side if they fit."""
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
-    beside = Span(f"{BETWEEN}{plain(answer)}", "strong")
-    first = Span(f" {plain(figure)}", "headline")
+    beside = Span(f"{BETWEEN}{plain(layout)}", "strong")
+    first = Span(f" {plain(throughput)}", "headline")
     if span_cells((first, beside, mark)) <= width:
         return [line(first, beside, mark)]
-    return [line(first, mark), *text_lines(answer, width, MOST_ROWS, "strong")]
+    return [line(first, mark), *text_lines(layout, width, MOST_ROWS, "strong")]
 
 
 def _searching_words(state: SessionState) -> str:

@@ -104,7 +104,7 @@ def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> 
     return (marked if cells(marked) <= width else Mark.STALE), False
 
 
-def figure(
+def draw_reading(
     reading: Reading,
     width: int,
     draw: Callable[[float], str] = whole,

@@ -19,7 +19,7 @@ from .cells import Line, Mark, Span, Tone, cells, cut, pad, span_cells
 from .charts import (
     History,
     bar,
-    figure,
+    draw_reading,
     gib,
     graph,
     nice_ceiling,
@@ -115,10 +115,10 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
     busy = _read(samples, "utilization_percent")
     used = _read(samples, "memory_used_bytes")
     speed = _read(samples, "samples_per_second")
-    figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
-    figures += [f"{gib(sum(used))} GiB used"] if used else []
-    figures += [f"{rate(sum(speed))} samples/s"] if speed else []
-    return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(figures), room))), width), here)
+    totals = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
+    totals += [f"{gib(sum(used))} GiB used"] if used else []
+    totals += [f"{rate(sum(speed))} samples/s"] if speed else []
+    return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(totals), room))), width), here)
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
@@ -228,7 +228,7 @@ def _reading(
     widths: tuple[int, ...],
     field: str,
     unit: str,
-    figures: int,
+    least_width: int,
     draw: Callable[[float], str] = whole,
     tone: Tone | Callable[[DeviceSample], Callable[[float], Tone]] = "text",
     limit: str = "",
@@ -237,14 +237,14 @@ def _reading(
 ) -> Column[Any]:
     """Return a column for a reading.
 
-    A cell has as much of the reading's limit, unit and bar as fits; `figures` is the number of
+    A cell has as much of the reading's limit, unit and bar as fits; `least_width` is the number of
     cells without a bar.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
         if reading.value is None or reading.state is State.LOST:
-            return (figure(reading, width, draw),)
+            return (draw_reading(reading, width, draw),)
         text, current = reading_text(reading, draw, width)
         most = getattr(row.sample, limit).value if limit else None
         of = f"/{draw(most)}" if most else ""
@@ -253,7 +253,7 @@ def _reading(
         if current:
             shade = tone if isinstance(tone, str) else tone(row.sample)(reading.value)
         spans: tuple[Span, ...] = (Span(text, shade), Span(of, "dim"))
-        needed = max(figures, cells(text + of) + len(unit))
+        needed = max(least_width, cells(text + of) + len(unit))
         if width < needed:
             return spans
         spans = (*pad(spans, needed - len(unit), "right"), Span(unit, "dim"))
@@ -294,7 +294,7 @@ def reason_letters(reasons: Sequence[str], room: int) -> str:
 def _throttled(row: DeviceRow, width: int) -> tuple[Span, ...]:
     reading, reasons = row.sample.throttled_percent, row.sample.throttle_reasons
     if reading.current is None and not reasons:
-        return (figure(reading, width),)
+        return (draw_reading(reading, width),)
     number, current = reading_text(reading, whole, 3)
     tone: Tone = "warn" if reading.current is None else throttle_tone(reading.current)
     if width < 12:
@@ -307,7 +307,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
     sample = row.sample
     total = traffic(sample)
     if width < 12 or total.value is None:
-        return (figure(total, width, short_bytes),)
+        return (draw_reading(total, width, short_bytes),)
     received = [sample.link_receive_bytes_per_second, sample.pcie_receive_bytes_per_second]
     sent = [sample.link_send_bytes_per_second, sample.pcie_send_bytes_per_second]
     tone: Tone = "text" if total.state is State.VALUE else "dim"
@@ -334,7 +334,9 @@ def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _speed(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    return (figure(row.sample.samples_per_second, width, rate if width >= 9 else short, "speed"),)
+    return (
+        draw_reading(row.sample.samples_per_second, width, rate if width >= 9 else short, "speed"),
+    )
 
 
 def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:

@@ -23,7 +23,7 @@ from .charts import (
     STATE_WORDS,
     bar,
     celsius,
-    figure,
+    draw_reading,
     gib,
     percents,
     run_time,
@@ -319,7 +319,7 @@ class ProcessRow(NamedTuple):
     ended: bool = False
 
 
-def _figure(
+def _reading_column(
     key: str,
     titles: tuple[str, ...],
     widths: tuple[int, ...],
@@ -329,7 +329,7 @@ def _figure(
 ) -> Column[ProcessRow]:
     def cell(row: ProcessRow, width: int) -> tuple[Span, ...]:
         return (
-            figure(
+            draw_reading(
                 reading(row.sample), width, rate if draw is short and width >= 9 else draw, tone
             ),
         )
@@ -382,13 +382,13 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     ),
     _text("user", (8, 12), lambda sample: sample.user),
     _text("device", (6,), lambda sample: sample.device_label),
-    _figure(
+    _reading_column(
         "memory", ("memory", "mem"), (7,), lambda sample: sample.memory_bytes, short_bytes, "memory"
     ),
     Column("busy", ("",), (12,), _draw_busy, "left", needs=150),
-    _figure("sm", ("SM %", "SM"), (5,), lambda sample: sample.sm_percent, tone="accent"),
-    _figure("cpu", ("CPU %", "CPU"), (6,), lambda sample: sample.cpu_percent),
-    _figure(
+    _reading_column("sm", ("SM %", "SM"), (5,), lambda sample: sample.sm_percent, tone="accent"),
+    _reading_column("cpu", ("CPU %", "CPU"), (6,), lambda sample: sample.cpu_percent),
+    _reading_column(
         "speed",
         ("samples/s", "smp/s"),
         (6, 9),
@@ -433,12 +433,12 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 def _as_old(sample: ProcessSample) -> ProcessSample:
     """Return the row of a process that has ended, with its last values marked as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
-    figures = {
+    known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None
     }
     old = {
         field: msgspec.structs.replace(reading, state=State.STALE)
-        for field, reading in figures.items()
+        for field, reading in known.items()
     }
     return msgspec.structs.replace(sample, **old)
 

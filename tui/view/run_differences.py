@@ -61,13 +61,13 @@ def _write_settings(run: StoredRun) -> str:
 
 
 def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
-    figures = [throughput_interval(plan.throughput) for plan in (before, after)]
-    speeds = [figure.value for figure in figures]
+    intervals = [throughput_interval(plan.throughput) for plan in (before, after)]
+    speeds = [each.value for each in intervals]
     change = _signed(speeds[1] / speeds[0] - 1) if speeds[0] > 0 else ""
     tone: Tone = "good" if speeds[1] >= speeds[0] else "warn"
-    if not all(map(is_known, figures)):
+    if not all(map(is_known, intervals)):
         change, tone = "too uncertain to compare", "dim"
-    elif figures[0].low <= figures[1].high and figures[1].low <= figures[0].high:
+    elif intervals[0].low <= intervals[1].high and intervals[1].low <= intervals[0].high:
         change, tone = f"{change}: a tie", "dim"
     yield ComparedFact("samples/s", rate(speeds[0]), rate(speeds[1]), change, tone)
     batches = [plan.layout.global_batch for plan in (before, after)]

@@ -33,10 +33,10 @@ def share_lines(
     labels = [row.device or f"rank {row.rank}" for row in shown]
     label_cells = max(map(cells, labels)) + 1
     room = width - label_cells - 2
-    figure_cells = max(len(str(row.share)) for row in shown) + 3
-    if room < LEAST_LANE + figure_cells:
+    text_cells = max(len(str(row.share)) for row in shown) + 3
+    if room < LEAST_LANE + text_cells:
         return ()
-    last = room - figure_cells  # the newest share's number is written behind the last change
+    last = room - text_cells  # the newest share's number is written behind the last change
     ends = [min(last, _cell_of_change(each, known, at_seconds, room)) for each in known]
     lines = [
         Line((Span(f" {label:<{label_cells}}", "dim"), *lane))
@@ -91,9 +91,9 @@ def _draw_lane(
     behind = [*ends, room]
     for share, start, end in zip(shares, starts, behind, strict=True):
         level = Mark.LEVELS[max(1, round(HIGHEST * share / max(1, most)))]
-        figure = f" {share} " if start else f"{share} "
+        text = f" {share} " if start else f"{share} "
         length = max(0, end - start)
-        if len(figure) >= length:
-            figure = ""
-        yield Span(figure, "strong" if end == room else "text")
-        yield Span(level * (length - len(figure)), tone)
+        if len(text) >= length:
+            text = ""
+        yield Span(text, "strong" if end == room else "text")
+        yield Span(level * (length - len(text)), tone)

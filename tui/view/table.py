@@ -105,8 +105,8 @@ def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Or
 
     Numbers begin with the largest. Choosing the same column again reverses the order.
     """
-    figures = any(column.key == key and column.align == "right" for column in columns)
-    return Order(key, not before.descending if key == before.key else figures)
+    by_number = any(column.key == key and column.align == "right" for column in columns)
+    return Order(key, not before.descending if key == before.key else by_number)
 
 
 def sort_rows(

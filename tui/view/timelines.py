@@ -253,21 +253,21 @@ def _gutter(
     """
     room = GUTTER_CELLS - 1
     if column is None:
-        figure = _figure(getattr(sample, metric.field), metric, room)
+        drawn = _draw_value(getattr(sample, metric.field), metric, room)
     else:
         then = mean(dots[2 * column : 2 * column + 2])
-        figure = Span(Mark.NONE if then is None else metric.draw(then), "strong")
+        drawn = Span(Mark.NONE if then is None else metric.draw(then), "strong")
     texts = [Span("")] * rows
     texts[-1] = Span(whole(metric.low), "dim")
     if rows > LEAST_ROWS:
         texts[0] = Span(metric.draw(top), "dim")
     if rows >= MIDDLE_ROWS:
         texts[rows // 2] = Span(metric.draw((top + metric.low) / 2), "dim")
-    texts[1 if rows > LEAST_ROWS else 0] = figure
+    texts[1 if rows > LEAST_ROWS else 0] = drawn
     return [(Span(fit(each.text, room, "right"), each.tone), Span(" ")) for each in texts]
 
 
-def _figure(reading: Reading, metric: GraphMetric, room: int) -> Span:
+def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
     text, current = reading_text(reading, metric.draw, room)
     return Span(text, "strong" if current else "dim")
 

@@ -183,7 +183,7 @@ def _share(row: RankRow, width: int) -> tuple[Span, ...]:
     return (Span(whole if cells(whole) <= width else str(row.share)),)
 
 
-def _rank_figure(
+def _rank_value(
     number: Callable[[RankRow], float],
     words: Callable[[float], str],
     tone: Tone,
@@ -208,11 +208,11 @@ def _rank_figure(
 
 
 def _rank_speed(speed: Callable[[RankRow], float]) -> Cell[RankRow]:
-    return _rank_figure(speed, rate, "speed", speed)
+    return _rank_value(speed, rate, "speed", speed)
 
 
 def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
-    return _rank_figure(seconds, _write_part, "text", lambda row: row.own_work_s)
+    return _rank_value(seconds, _write_part, "text", lambda row: row.own_work_s)
 
 
 def _write_part(seconds: float) -> str:
@@ -285,7 +285,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
     tone: Tone = "warn" if late else "text"
-    lines += text_lines(_figures(row), width, 3, "dim" if row.ended_s else tone)
+    lines += text_lines(_describe_speed(row), width, 3, "dim" if row.ended_s else tone)
     lines += _cause_lines(row, late, width)
     for words in (*_advise(row), *_list_remedies(row)):
         lines += _marked(words, "good", Mark.CURSOR, width)
@@ -410,7 +410,7 @@ def _marked(text: str, tone: Tone, mark: str, width: int) -> Iterator[Line]:
         yield Line((Span(f" {'' if place else mark:1}", tone), *each.spans))
 
 
-def _figures(row: TrainingRow) -> str:
+def _describe_speed(row: TrainingRow) -> str:
     tokens = f" ({rate(row.tokens_per_second)} tokens/s)" if row.tokens_per_second else ""
     plan = ""
     if row.plan_samples_per_second:
