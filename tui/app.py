@@ -212,7 +212,7 @@ class EvenerApp(BaseApp):
             self.wants_demo = True
             self.exit()
 
-    def last_words(self, width: int | None) -> list[str]:
+    def closing_lines(self, width: int | None) -> list[str]:
         """Return the lines that the terminal shows after the app is closed.
 
         They are about the last search, and about a training that was started here.
@@ -222,7 +222,7 @@ class EvenerApp(BaseApp):
         path = self.written_plans.get(self.last_run, "")
         lines = closing_lines(self.last_run, path, width) if self.last_run else []
         if self.training is not None:
-            lines += self.training.last_words()
+            lines += self.training.closing_lines()
         return lines
 
     def get_key_display(self, binding: Binding) -> str:

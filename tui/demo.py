@@ -48,7 +48,7 @@ class DemoApp(EvenerApp):
         """
         self.set_timer(FIRST_SECONDS, self._search)
 
-    def last_words(self, width: int | None) -> list[str]:
+    def closing_lines(self, width: int | None) -> list[str]:
         """Return the commands to continue with. The run is deleted when the demo ends."""
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 

@@ -63,7 +63,7 @@ class LocalTraining:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
-    def state_words(self) -> str:
+    def state_text(self) -> str:
         """Return a text that says whether the training runs, or how it ended."""
         code = self.exit_code
         if code is None:
@@ -84,10 +84,10 @@ class LocalTraining:
             rows.pop()
         return rows[-lines:] if lines > 0 else []
 
-    def last_words(self) -> tuple[str, ...]:
+    def closing_lines(self) -> tuple[str, ...]:
         """Return the lines about the training that are printed after the app is closed."""
         if not self.runs:
-            return (f"{self.command}: {self.state_words()}; its log: {self.log}",)
+            return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (
             f"{self.command} goes on as process {self.pid}; its log: {self.log}",
             f"to end it: kill -INT {self.pid}",

@@ -140,7 +140,7 @@ def draw_app(
     if result == CODE:
         _discard_output()
     elif _owns_terminal():
-        for text in app.last_words(shutil.get_terminal_size().columns):
+        for text in app.closing_lines(shutil.get_terminal_size().columns):
             print(text)
     return result or 0
 

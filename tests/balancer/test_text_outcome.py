@@ -24,7 +24,7 @@ from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml
 from evener.shares.curves import Cost
 from evener.tui.text.ranking_tables import ranking_json, ranking_table
-from evener.tui.text.summaries import observation_words, share_table
+from evener.tui.text.summaries import observation_text, share_table
 from tests.support.text_machines import TextMachine
 
 FAST, SLOW = Cost(0.001, 2e-5, 1e-8), Cost(0.002, 4e-5, 2e-8)
@@ -90,7 +90,7 @@ def test_tables_have_tokens_and_padding(record: JournalContents) -> None:
     layouts = ranking_json(report, LABELS)["layouts"]
     assert all(one["tokens_per_second"] > one["samples_per_second"] for one in layouts)
     assert "tokens/s, " in share_table(runs.recover(record).plan, LABELS)[-1]
-    words = [observation_words(entry.seen, LABELS) for entry in record.seen]
+    words = [observation_text(entry.seen, LABELS) for entry in record.seen]
     assert any("of 64 tokens]: " in each and "tokens/s" not in each for each in words)
     assert any("tokens/s, " in each and "padding" in each for each in words)
 

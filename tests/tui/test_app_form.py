@@ -18,7 +18,7 @@ from evener.balancer.trials import DryRunDevice, DryRunResult
 from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen
-from evener.tui.screens.balance_form import BalanceForm, form_words
+from evener.tui.screens.balance_form import BalanceForm, to_form_terms
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import help_lines
 from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
@@ -43,15 +43,15 @@ def _has_focus(app: Any, field: str) -> bool:
 
 def test_a_complaint_is_in_the_form_s_words() -> None:
     """Options are named as fields, and the first of them is marked."""
-    assert form_words("--max-global-batch 3 is below --multiple-of 4.") == (
+    assert to_form_terms("--max-global-batch 3 is below --multiple-of 4.") == (
         "max global batch 3 is below multiple of 4.",
         "max_global_batch",
     )
-    assert form_words("--set 'x' is not key=value.") == (
+    assert to_form_terms("--set 'x' is not key=value.") == (
         "settings 'x' is not key=value.",
         "settings",
     )
-    assert form_words("There is no GPU.") == ("There is no GPU.", "")
+    assert to_form_terms("There is no GPU.") == ("There is no GPU.", "")
 
 
 @pytest.mark.parametrize(

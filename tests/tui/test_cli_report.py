@@ -17,7 +17,7 @@ from evener.balancer.store.runs import JOURNAL
 from evener.system.files import runs_folder
 from evener.tui.cli.main import run
 from evener.tui.text.page_chart import round_log_ticks, round_ticks
-from evener.tui.text.summaries import layout_words, outcome_words
+from evener.tui.text.summaries import layout_text, outcome_text
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -124,8 +124,8 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     labels = [device.label for device in report.header.devices]
     for entry in report.seen:
         layout, result = (
-            layout_words(entry.seen.probe.layout, labels),
-            outcome_words(entry.seen, labels),
+            layout_text(entry.seen.probe.layout, labels),
+            outcome_text(entry.seen, labels),
         )
         assert any(f"||{layout}||{result}||" in row for row in rows)
     assert text.count("<th scope=col") == text.count("<th") > 15

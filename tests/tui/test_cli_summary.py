@@ -36,7 +36,7 @@ from evener.plan.file import (
     make_layout,
 )
 from evener.tui.cli.session_runner import search_screen
-from evener.tui.text.summaries import event_line, observation_words, outcome_words, summary_lines
+from evener.tui.text.summaries import event_line, observation_text, outcome_text, summary_lines
 from tests.support.launched_plan import make_plan
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
@@ -186,7 +186,7 @@ def test_a_figure_has_the_same_error_in_every_place() -> None:
     noisy = msgspec.structs.replace(timed(solo(2, 0, 64)), low_seconds=0.0, high_seconds=1.2)
     figure = noisy.throughput
     assert (figure.low, figure.high) == (0.0, figure.value * 2.2)
-    assert outcome_words(noisy, LABELS).endswith("± 120.0 %")
+    assert outcome_text(noisy, LABELS).endswith("± 120.0 %")
     plan = msgspec.structs.replace(
         PLAN, throughput=Throughput(figure.value, figure.low, figure.high)
     )
@@ -219,9 +219,9 @@ def test_what_did_not_run_is_said_in_words() -> None:
     removed.
     """
     probe = Probe(layout_of((1024, 710)), Stage.SPLIT, 5.0)
-    words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
+    words = observation_text(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
     assert words == "split  GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
-    failed = observation_words(
+    failed = observation_text(
         Failed(probe, "signal", "killed by \x1b[31mSIGKILL", (1,), 3.0), LABELS
     )
     assert "\x1b" not in failed

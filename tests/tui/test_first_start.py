@@ -45,12 +45,12 @@ def test_a_training_writes_its_log_and_ends_as_by_ctrl_c(launcher: Path, tmp_pat
     line = "ready launch plan.toml train.py"
     wait_for(lambda: training.read_tail(5) == [line], "its first line, whole")
     assert training.runs
-    assert f"kill -INT {training.pid}" in training.last_words()[-1]
+    assert f"kill -INT {training.pid}" in training.closing_lines()[-1]
     training.stop()
     wait_for(lambda: not training.runs, "its end")
     assert training.exit_code == 3
     assert training.read_tail(1) == ["saved"]
-    assert "exit code 3" in training.state_words()
+    assert "exit code 3" in training.state_text()
 
 
 def test_a_line_that_starts_something_else_is_refused() -> None:
@@ -143,7 +143,7 @@ async def test_a_newcomer_balances_writes_the_plan_and_trains_by_it(
         await until(pilot, lambda: app.training.read_tail(1), "its log")
         app.screen.redraw()
         assert "ready launch plan.toml train.py" in text(app, "#training-log")
-        words = app.last_words(80)
+        words = app.closing_lines(80)
         assert any("goes on as process" in line for line in words)
         await pilot.press("x")
         await until(pilot, lambda: asks(app, "y"), "the question")

@@ -45,7 +45,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.tui.text.summaries import event_line, layout_words, versus
+from evener.tui.text.summaries import event_line, layout_text, versus
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import (
     rival_lines,
@@ -118,9 +118,9 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     assert "820 in 2 passes" in wide
     assert "2×350" in wide
     assert "512" in narrow
-    assert layout_words(split, state.devices) == "GPU:0[820 = 2 × 410] GPU:1[568]"
+    assert layout_text(split, state.devices) == "GPU:0[820 = 2 × 410] GPU:1[568]"
     held = Layout("shard", (820, 0), state=(0.6, 0.4))
-    assert layout_words(held, state.devices) == "GPU:0[820] GPU:1[state only]"
+    assert layout_text(held, state.devices) == "GPU:0[820] GPU:1[state only]"
     legend = "".join(line.text for line in share_legend(state, held, 80))
     assert "GPU:1 state only" in legend
     assert "left out" not in legend

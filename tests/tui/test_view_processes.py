@@ -20,7 +20,7 @@ from evener.tui.view.monitor import (
     nothing_there,
     process_details,
     process_rows,
-    process_words,
+    process_search_text,
 )
 from evener.tui.view.table import (
     Order,
@@ -87,7 +87,7 @@ def test_a_run_time_takes_six_cells_at_most(seconds: float | None, text: str) ->
 
 
 def test_a_filter_takes_every_word_anywhere(script: Any) -> None:
-    text = process_words(ProcessRow(script.process(4242)))
+    text = process_search_text(ProcessRow(script.process(4242)))
     assert matches(text, "ADA train")
     assert matches(text, "4242 gpu:0")
     assert matches(text, "")

@@ -17,7 +17,7 @@ from evener.tui.text.formatting import cut_path
 from evener.tui.text.summaries import brief_devices
 from evener.tui.view import runs
 from evener.tui.view.cells import span_cells
-from evener.tui.view.runs import RUN_COLUMNS, plan_lines, run_words
+from evener.tui.view.runs import RUN_COLUMNS, plan_lines, run_search_text
 from evener.tui.view.table import Grid, Order, Position, matches, sort_rows, table_lines
 
 RUN = RunSummary(
@@ -54,7 +54,7 @@ def test_runs_are_sorted_and_filtered() -> None:
     found = (failed, RUN, slow)
 
     def shown(order: Order, words: str = "") -> list[str]:
-        kept = [row for row in found if matches(run_words(row), words)]
+        kept = [row for row in found if matches(run_search_text(row), words)]
         return [row.run for row in sort_rows(RUN_COLUMNS, kept, order)]
 
     assert shown(Order("run")) == [failed.run, RUN.run, slow.run]

@@ -23,7 +23,7 @@ from evener.printable import say
 
 from ..text.formatting import Table, energy_cells, json_text
 from ..text.parsing import parse_duration
-from ..text.summaries import share_words
+from ..text.summaries import share_text
 from .options import BATCH, LENGTH, TRAINING, WHAT, JsonOption, takes_request
 from .output import terminal_columns
 from .session_runner import stopped_by_signals
@@ -201,7 +201,7 @@ def _rows(
         interval = run.this_run
         error = half_width(interval.value, interval.low, interval.high)
         for i in layout.active:
-            share = share_words(layout, i)
+            share = share_text(layout, i)
             memory = run.memory_bytes[i]
             if several:
                 cells = _cells(run.own[i], "-", memory, None, energy)

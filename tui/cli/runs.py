@@ -34,7 +34,7 @@ from ..text.parsing import parse_max_slowdown, parse_words
 from ..text.summaries import (
     brief_devices,
     event_line,
-    observation_words,
+    observation_text,
     summary_lines,
     training_report,
 )
@@ -226,7 +226,7 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         else f"{run.state}, {duration(seconds)}"
     )
     for seen in run.record.observations:
-        print(f"  {observation_words(seen, labels)}")
+        print(f"  {observation_text(seen, labels)}")
     width = terminal_columns()
     summary = (
         summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.found)

@@ -111,7 +111,7 @@ def field_label(name: str) -> str:
     return _LABELS.get(name) or name.replace("_", " ")
 
 
-def form_words(text: str) -> tuple[str, str]:
+def to_form_terms(text: str) -> tuple[str, str]:
     """Return a command-line error message in the form's terms, and the field that it names first.
 
     The field is "" if the message names no option.
@@ -145,7 +145,7 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
     models: list[Model] = []
     if last is not None:
         models.append(
-            Model(last.workload, _short_path(last.workload), _last_words(last, now), True)
+            Model(last.workload, _short_path(last.workload), _last_balanced_text(last, now), True)
         )
     known = {_full_name(each.name) for each in models}
     new = [name for name in found if _full_name(name) not in known]
@@ -173,7 +173,7 @@ def _short_path(workload: str) -> str:
     return f"{short}:{function}"
 
 
-def _last_words(last: RunSummary, now: float) -> str:
+def _last_balanced_text(last: RunSummary, now: float) -> str:
     """Return when a model was last balanced, and the result."""
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
@@ -449,7 +449,7 @@ class BalanceForm(UsesApp, Vertical):
 
     def complain(self, text: str) -> None:
         """Show what is wrong with the form and mark the field, until the form is sent again."""
-        self._complaint, named = form_words(text)
+        self._complaint, named = to_form_terms(text)
         wrong = self._find_wrong(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
             self._show_more()

@@ -31,7 +31,7 @@ from ..view.monitor import (
     nothing_there,
     process_details,
     process_rows,
-    process_words,
+    process_search_text,
 )
 from ..view.table import Grid, Order, Position
 from ..view.teaching import NO_TRAINING
@@ -291,9 +291,9 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         """Return the identity of the process."""
         return identity(row.sample)
 
-    def words_of(self, row: ProcessRow) -> str:
+    def search_text_of(self, row: ProcessRow) -> str:
         """Return the text of a row that the filter searches."""
-        return process_words(row)
+        return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:
         """Show this snapshot. Processes that have ended stay visible for a moment."""

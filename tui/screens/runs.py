@@ -20,7 +20,7 @@ from evener.errors import EvenerError
 from ..text.summaries import training_report
 from ..view.cells import Line, fit_rows, text_lines
 from ..view.run_differences import difference_lines
-from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_page, run_words
+from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_page, run_search_text
 from ..view.table import Grid, Order
 from ..view.teaching import NO_RUN
 from ..widgets.lines import Lines
@@ -46,9 +46,9 @@ class RunPanel(SortedPanel[RunSummary]):
         """Return the run's id."""
         return row.run
 
-    def words_of(self, row: RunSummary) -> str:
+    def search_text_of(self, row: RunSummary) -> str:
         """Return the text of a row that the filter searches."""
-        return run_words(row)
+        return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
         """Show these runs. Runs that have disappeared lose their marks."""

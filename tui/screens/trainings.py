@@ -137,7 +137,7 @@ class TrainingsScreen(SnapshotScreen):
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
-        panel.entitle(training.command, training.state_words())
+        panel.entitle(training.command, training.state_text())
         width, height = panel.size
         text = "\n".join(training.read_tail(height))
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())

@@ -24,7 +24,7 @@ from .formatting import energy_cells, unbroken
 from .page_chart import SERIES, draw_curves
 from .run_report import THE_PLAN, MeasuredCurve, ReportData, read_report, write_layout
 from .stages import STAGE_WORDS
-from .summaries import layout_words, outcome_words, versus, write_part
+from .summaries import layout_text, outcome_text, versus, write_part
 
 REPORT_FORMATS = (".html",)
 STAGES = {"alone": SERIES[0], "together": SERIES[2], "packed": SERIES[3], "in turn": SERIES[1]}
@@ -257,13 +257,13 @@ def _probes(report: ReportData) -> str:
     rows = []
     for entry in report.seen:
         probe = entry.seen.probe
-        result = plain(outcome_words(entry.seen, labels))
+        result = plain(outcome_text(entry.seen, labels))
         stage = STAGE_WORDS[probe.stage]
         start = max(0.0, entry.at_seconds - entry.seen.elapsed_seconds)  # on the session's clock
         colour = STAGES.get(stage, OTHER) if isinstance(entry.seen, Timed) else FAILED
         when = _bar((start, colour, 0), (entry.at_seconds - start, colour, 1), most=most)
         times = f"{start:.1f}", f"{entry.at_seconds:.1f}"
-        rows.append((when, *times, stage, plain(layout_words(probe.layout, labels)), result))
+        rows.append((when, *times, stage, plain(layout_text(probe.layout, labels)), result))
     head = ("", "from s", "to s", "measured", "layout", "result")
     table = _table(head, rows, range(1, 3), rare=range(1, 4))
     return f"<h2>Timeline of probes</h2>{_stage_legend(report)}{table}"

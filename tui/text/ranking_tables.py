@@ -20,7 +20,7 @@ from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
 from evener.printable import plain
 
 from .formatting import Table, energy_cells
-from .summaries import outcome_name, share_words
+from .summaries import outcome_name, share_text
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 RANKING_NOTE = (
@@ -97,7 +97,7 @@ def where(one: RankedLayout, labels: Sequence[str]) -> str:
     layout = one.candidate.layout
     if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
-    words = " ".join(f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active)
+    words = " ".join(f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active)
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 

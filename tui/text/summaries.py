@@ -94,19 +94,19 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
     if isinstance(event, Observed):
-        return f"{duration(event.at_seconds):>10}  {_brief_words(event.seen, labels)}"
+        return f"{duration(event.at_seconds):>10}  {_brief_text(event.seen, labels)}"
     return None
 
 
-def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
+def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
     """Return a measurement as one log line.
 
     For an exception, the line has only its kind: the end of the search reports the message, the
     source line and the file with the traceback.
     """
     if not isinstance(seen, Failed):
-        return observation_words(seen, labels)
-    before = f"{_stage_words(seen)} {layout_words(seen.probe.layout, labels)}"
+        return observation_text(seen, labels)
+    before = f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}"
     raised = _RAISED.match(seen.detail)
     if raised is not None:
         return f"{before}: failed while {raised['phase']}, {plain(raised['kind'], 60)}"
@@ -114,7 +114,7 @@ def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
     return f"{before}: failed: {plain(detail, 200)}"
 
 
-def left_words(state: SessionState) -> str:
+def budget_left_text(state: SessionState) -> str:
     """Return the remaining budget as text.
 
     Simulated devices have their own clock, whose seconds differ from wall-clock seconds.
@@ -140,20 +140,20 @@ def brief_devices(labels: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
 
 
-def observation_words(seen: Observation, labels: Sequence[str]) -> str:
+def observation_text(seen: Observation, labels: Sequence[str]) -> str:
     """Return a measurement as one line of text: its stage, layout and outcome."""
     return (
-        f"{_stage_words(seen)} {layout_words(seen.probe.layout, labels)}: "
-        f"{outcome_words(seen, labels)}"
+        f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}: "
+        f"{outcome_text(seen, labels)}"
     )
 
 
-def _stage_words(seen: Observation) -> str:
+def _stage_text(seen: Observation) -> str:
     """Return the stage of a measurement, padded to the width of the longest name ("packed")."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
-def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
+def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """Return the outcome of a measurement as text.
 
     It has the samples/s with doubts, "out of memory", or why the measurement failed.
@@ -181,7 +181,7 @@ def outcome_name(seen: Observation) -> str:
     return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
-def share_words(layout: Layout, device: int) -> str:
+def share_text(layout: Layout, device: int) -> str:
     """Return a device's share with its passes, such as 820 = 2 × 410.
 
     If the probe measures rows of one length, return the length too. A device that takes part
@@ -193,12 +193,12 @@ def share_words(layout: Layout, device: int) -> str:
     return f"{share} of {layout.length} tokens" if layout.length else share
 
 
-def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
+def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """Return the active devices with their shares: GPU:0[820] GPU:1[568].
 
     If there are more than `most`, the others are only counted.
     """
-    words = [f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active]
+    words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
         words.insert(0, f"{layout.processes} x")
     words += [f"({plain(word, 40)})" for word in (layout.placement, *layout.knobs) if word]
@@ -520,7 +520,7 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
     failure = f": {training.failure}" if training.failure else ""
     yield plain(f"training {training.run}: {about}", 1000)
     yield plain(f"{training.state}, {duration(training.seconds)}{failure}", 1000)
-    yield from _noise_words(training)
+    yield from _noise_sentences(training)
     summary = load_summary(training.run)
     if summary is not None:
         for line in describe_summary(summary):
@@ -536,7 +536,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
     for entry, following in zip(entries, (*entries[1:], None), strict=True):
         match entry:
             case StartEntry():
-                yield plain(f"  {_clock(entry.at)}  {_start_words(entry)}", 1000)
+                yield plain(f"  {_clock(entry.at)}  {_start_text(entry)}", 1000)
                 said = 0.0
             case SpeedEntry(steps_per_second=steps):
                 last = not isinstance(following, SpeedEntry)
@@ -556,7 +556,7 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
                 yield plain(f"  {_clock(entry.at)}  {ended}", 1000)
 
 
-def _noise_words(training: RecordedTraining) -> Iterator[str]:
+def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
     """Yield the noise scale at the end of the training.
 
     If it was clearly different at the beginning, also yield that value.
@@ -569,7 +569,7 @@ def _noise_words(training: RecordedTraining) -> Iterator[str]:
         yield f"{describe(entry.scale, entry.batch, entry.step)}{before}"
 
 
-def _start_words(start: StartEntry) -> str:
+def _start_text(start: StartEntry) -> str:
     shares = "+".join(map(str, start.shares))
     words = (
         f"{'started again' if start.reason else 'started'}: {shares} rows on "

@@ -27,7 +27,7 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.printable import plain
 from evener.shares.whole_rows import apportion
 
-from ..text.summaries import layout_words, left_words, outcome_words, share_words, versus
+from ..text.summaries import budget_left_text, layout_text, outcome_text, share_text, versus
 from .cells import (
     Line,
     Mark,
@@ -56,7 +56,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     """
     chosen = chosen_layout(state)
     if _measures_alone(state):
-        return (*text_lines(_alone_words(state), width, 3, "dim"),)
+        return (*text_lines(_solo_progress(state), width, 3, "dim"),)
     if chosen is None or not chosen.global_batch or width < 4:
         return (
             line(
@@ -92,7 +92,7 @@ def _measures_alone(state: SessionState) -> bool:
     return best is None or len(best.layout.active) == 1
 
 
-def _alone_words(state: SessionState) -> str:
+def _solo_progress(state: SessionState) -> str:
     """Return the progress of the solo measurements, before any split is measured."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
@@ -140,7 +140,7 @@ def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
 
 def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span, ...]:
     share = layout.shares[device]
-    words = share_words(layout, device) if device in layout.active else "left out"
+    words = share_text(layout, device) if device in layout.active else "left out"
     if share and len(layout.shares) <= DETAILED_SHARES:
         words += f" ({percent(share / layout.global_batch, 0)})"
     return (
@@ -301,7 +301,7 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
         return text_lines("Stopping: the best plan so far is kept.", width, 3, "warn")
     if state.paused:
         return text_lines("Paused: no new probe starts until you resume.", width, 3, "warn")
-    return text_lines(_searching_words(state), width, 3)
+    return text_lines(_search_progress(state), width, 3)
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
@@ -338,8 +338,14 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
     recommendation = written.recommendation.removeprefix(SIMULATED)
     throughput = _throughput_lines(written.rate, layout, found.simulated, width)
     if recommendation.endswith(f": {layout}."):
-        return [*throughput, *text_lines(f"{recommendation.removesuffix(f': {layout}.')}.", width, 3)]
-    return [*(text_lines(recommendation, width, 3, "strong") if recommendation else ()), *throughput]
+        return [
+            *throughput,
+            *text_lines(f"{recommendation.removesuffix(f': {layout}.')}.", width, 3),
+        ]
+    return [
+        *(text_lines(recommendation, width, 3, "strong") if recommendation else ()),
+        *throughput,
+    ]
 
 
 def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
@@ -352,7 +358,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
     return [line(first, mark), *text_lines(layout, width, MOST_ROWS, "strong")]
 
 
-def _searching_words(state: SessionState) -> str:
+def _search_progress(state: SessionState) -> str:
     """Return what is being measured and why.
 
     If every running probe is still building the model, return the devices on which it is built.
@@ -382,13 +388,13 @@ def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
-        spans = (*spans, Span(f"{left_words(state)} ", "dim"), *bar(used, 16))
+        spans = (*spans, Span(f"{budget_left_text(state)} ", "dim"), *bar(used, 16))
     return (Line(pad(spans, width)),)
 
 
 def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int) -> Line:
     mark, tone = _mark(seen)
-    what = plain(outcome_words(seen, state.devices, "±"))
+    what = plain(outcome_text(seen, state.devices, "±"))
     head = (
         Span(f" {duration(at_seconds):>10} ", "dim"),
         Span(f"{mark} ", tone),
@@ -396,7 +402,7 @@ def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width:
     )
     room = width - span_cells(head) - 2
     texts = [
-        layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)
+        layout_text(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)
     ]
     where = next((text for text in texts if len(text) + len(what) <= room), texts[-1])
     spans = (*head, Span(f"{where}: "))

@@ -172,7 +172,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
     return line(Span(f" {label:<{_LABEL_CELLS}}", "title"), Span(text, tone))
 
 
-def reading_words(reading: Reading, draw: Callable[[float], str]) -> str:
+def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
     """Return a reading as text: its value, why it has none, or the age of the last value."""
     if reading.state is State.VALUE and reading.value is not None:
         return draw(reading.value)
@@ -190,7 +190,7 @@ def _reading(
     number = reading.current
     if number is None:
         return _fact(
-            label, reading_words(reading, draw), "bad" if reading.state is State.LOST else "dim"
+            label, describe_reading(reading, draw), "bad" if reading.state is State.LOST else "dim"
         )
     return _fact(label, draw(number), tone(number) if callable(tone) else tone)
 
@@ -408,7 +408,7 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
 PROCESSES = Grid(PROCESS_COLUMNS)
 
 
-def process_words(row: ProcessRow) -> str:
+def process_search_text(row: ProcessRow) -> str:
     """Return the text of a process that a filter searches."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 

@@ -70,7 +70,7 @@ def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
     return (Span(cut(text, width)),)
 
 
-def run_words(summary: RunSummary) -> str:
+def run_search_text(summary: RunSummary) -> str:
     """Return the text of a run that a filter searches."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
@@ -148,11 +148,11 @@ def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
     if run.end is not None:
         return (*head, Line(), *everything_lines(state, width, path))
     tone = _STATE_TONES[run.state]
-    words = text_lines(_state_words(run), width, 8, tone)
+    words = text_lines(_state_text(run), width, 8, tone)
     return (*head, *words, Line(), *whole_table(LOG, log_rows(state), width))
 
 
-def _state_words(run: StoredRun) -> str:
+def _state_text(run: StoredRun) -> str:
     count = len(run.record.observations)
     made = f"after {count} measurement{'s' * (count != 1)}"
     if run.state == "failed":
@@ -175,7 +175,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     )
     head: tuple[Line, ...] = (title,)
     if run.state != "finished":
-        head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
+        head = (*head, *text_lines(_state_text(run), width, 8, _STATE_TONES[run.state]))
     if run.end is None:
         return head
     plan, state = run.end.plan, _end_state(run)

@@ -20,7 +20,7 @@ from evener.balancer.session_state import (
 from evener.devices.types import DeviceSample
 
 from ..text.stages import STAGE_WORDS
-from ..text.summaries import share_words
+from ..text.summaries import share_text
 from .cells import Mark, Span, Tone, cells, cut, device_tone, pad, span_cells
 from .charts import bar
 from .devices import DEVICE_COLUMNS, DeviceRow, short_name
@@ -158,7 +158,7 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
-    share = share_words(solo.probe.layout, device)
+    share = share_text(solo.probe.layout, device)
     return Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim")
 
 

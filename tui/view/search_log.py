@@ -13,7 +13,7 @@ from evener.balancer.types import Observation, OutOfMemory, Stage, Timed
 from evener.printable import plain
 
 from ..text.stages import STAGE_WORDS
-from ..text.summaries import list_doubts, share_words
+from ..text.summaries import list_doubts, share_text
 from .cells import Line, Mark, Span, Tone, cut, line, text_lines
 from .search_story import name_layout
 from .table import Column, Grid
@@ -193,7 +193,7 @@ def _device_line(row: LogRow, place: int) -> Line:
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[place])}  ", "strong"),
-        Span(f"{share_words(seen.probe.layout, place)} rows"),
+        Span(f"{share_text(seen.probe.layout, place)} rows"),
     ]
     if isinstance(seen, Timed):
         own, held = seen.device_seconds[place], seen.memory_bytes[place]

@@ -101,13 +101,13 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     if state.stopping:
         return (head, *text_lines("Stopping: the best plan so far is kept.", width, 2, "warn"))
     if state.paused:
-        return (head, *text_lines(_pause_words(state), width, 2, "warn"))
-    doing = f"Now: {_now_words(state)}"
+        return (head, *text_lines(_pause_text(state), width, 2, "warn"))
+    doing = f"Now: {_running_text(state)}"
     reason = state.belief.doing if state.belief is not None else ""
     return (head, *text_lines(doing, width, 2, "strong"), *text_lines(reason, width, 2))
 
 
-def _pause_words(state: SessionState) -> str:
+def _pause_text(state: SessionState) -> str:
     """Return the text for a paused search.
 
     As long as a probe runs, the text has the devices that must finish it first.
@@ -121,7 +121,7 @@ def _pause_words(state: SessionState) -> str:
     return f"Pausing: {who} {ends}, which measures for at most {duration(longest)}."
 
 
-def _now_words(state: SessionState) -> str:
+def _running_text(state: SessionState) -> str:
     """Return which layouts are being measured, and the phase that has lasted longest."""
     if not state.running:
         return "the next measurement is being chosen."
@@ -181,7 +181,7 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
     return (words, *bar(used, bar_cells), Span(" ")) if bar_cells >= 8 else (words,)
 
 
-def best_words(state: SessionState) -> str:
+def best_text(state: SessionState) -> str:
     """Return the fastest measurement so far as a short text.
 
     Before a split was measured, that is the fastest device alone.
@@ -211,7 +211,7 @@ def best_chart(state: SessionState) -> Chart:
     return Chart(
         tuple(series),
         x_caption="s",
-        y_caption=best_words(state) or "samples/s",
+        y_caption=best_text(state) or "samples/s",
         log2_x=False,
         log2_y=False,
         nothing="It appears with the first measurement.",

@@ -46,7 +46,7 @@ class Graph(NamedTuple):
     tone: Tone
     draw: Callable[[float], str] = short
     level: float = 0.0
-    level_words: str = ""
+    level_text: str = ""
 
 
 class Reader(NamedTuple):
@@ -169,7 +169,7 @@ def _graph_all(row: TrainingRow, values: Values) -> Graph:
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
     words = f"plan {rate(plan)}" if plan else ""
-    return Graph(ALL, newest, values, top, "accent", level=plan, level_words=words)
+    return Graph(ALL, newest, values, top, "accent", level=plan, level_text=words)
 
 
 def _graph_power(values: Sequence[Values]) -> Graph:
@@ -220,8 +220,8 @@ def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Spa
 def _caption(one: Graph, width: int) -> tuple[Span, ...]:
     """Return the caption and the newest value, with the marked level at the right end."""
     head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
-    words = Span(f"{Mark.TRACK} {one.level_words}" if one.level_words else "", "warn")
-    return spread(head, (words,), width).spans if one.level_words else pad(head, width)
+    words = Span(f"{Mark.TRACK} {one.level_text}" if one.level_text else "", "warn")
+    return spread(head, (words,), width).spans if one.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:

@@ -296,7 +296,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     for retreat in row.retreats:
         lines += _marked(f"{retreat}.", "warn", Mark.ALARM, width)
     for number, change in reversed([*enumerate(row.changes, 1)]):
-        lines += _marked(_change_words(change, at_seconds), "dim", str(number)[-1], width)
+        lines += _marked(_change_text(change, at_seconds), "dim", str(number)[-1], width)
     return tuple(lines)
 
 
@@ -434,7 +434,7 @@ def _describe_speed(row: TrainingRow) -> str:
     return " ".join(sentences)
 
 
-def _change_words(change: ShareChange, at_seconds: float) -> str:
+def _change_text(change: ShareChange, at_seconds: float) -> str:
     before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
     ago = duration(max(0.0, at_seconds - change.at))
     return (

@@ -184,7 +184,7 @@ class SortedPanel(ListPanel[RowT]):
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
-    def words_of(self, row: RowT) -> str:
+    def search_text_of(self, row: RowT) -> str:
         """Return the text of a row that the filter searches."""
         raise NotImplementedError
 
@@ -195,7 +195,7 @@ class SortedPanel(ListPanel[RowT]):
 
     def redraw(self) -> None:
         """Sort, filter and draw the rows. The heading says how many rows match the filter."""
-        kept = [row for row in self.found if matches(self.words_of(row), self.words)]
+        kept = [row for row in self.found if matches(self.search_text_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
         self.entitle(subtitle=f"{total} in all" if total > 1 else "")
