@@ -83,7 +83,9 @@ class PassGradient:
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
         """Return the value after pass number `slot`."""
         if not isinstance(gradient, tf.IndexedSlices):
-            return before + gradient
+            summed = before + gradient
+            summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
+            return summed
         leaves = gradient.values, gradient.indices
         return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
 

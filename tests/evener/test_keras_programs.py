@@ -54,6 +54,7 @@ SAMPLES = {
         "two heads": EXACT,
         "own counter: calls": EXACT,
         "own metric of an attribute": METRIC_OF_CALL,
+        "own weights of pictures": GRAPH,
         "add_loss: balance": ACROSS,
     },
     "multiworker": {
