@@ -391,7 +391,7 @@ PROGRAMS = {
         title="open_clip, its command, a contrastive loss over ranks",
         words="-m open_clip_train.main --dataset-type synthetic --train-num-samples 32 --model "
         "ViT-S-32-alt --batch-size 4 --epochs 1 --workers 1 --precision fp32 --device cpu "
-        "--dist-backend gloo --logs out --lr 1e-4",
+        "--dist-backend gloo --lr 1e-4",
         packages=("open_clip_torch",),
     ),
     "nanochat": job(

@@ -68,7 +68,7 @@ def make_settings(folder: Path, adapters: bool) -> Any:
                 "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
                 "checkpoint_dir": str(folder),
                 "checkpoint_files": ["model.pt"],
-                "output_dir": str(folder / "out"),
+                "output_dir": str(folder) + "-out",
                 "model_type": "LLAMA2",
             },
             "resume_from_checkpoint": False,

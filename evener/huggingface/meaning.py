@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import DeviceError, RequestError
 from ..torch.audit.compute import GradientSketcher
 from ..torch.audit.rows import FewRows
-from ..torch.audit.step import audit, compare_losses
+from ..torch.audit.step import REENTRANT, audit, compare_losses
 from ..torch.messages import gather_messages
 from ..torch.step.recovery import is_out_of_memory
 from ..torch.sums.collectives import COLLECTIVES_REMEDY, USES_COLLECTIVES, CollectiveError
@@ -136,7 +136,7 @@ class LossFinder:
         program's own launcher would give the ranks equal numbers of rows.
         """
         try:
-            return self._find()
+            return self._find_by_losses_if_needed()
         except CollectiveError:
             if self._keeps_launcher:
                 raise RequestError(USES_COLLECTIVES, COLLECTIVES_REMEDY) from None
@@ -147,6 +147,19 @@ class LossFinder:
                     "Make a plan without passes (evener balance --micro off).",
                 ) from None
             return None
+
+    def _find_by_losses_if_needed(self) -> TrainerLoss | None:
+        """Return what `_find` returns, from losses alone if gradients can't be computed.
+
+        Reentrant checkpoints don't support torch.autograd.grad.
+        """
+        try:
+            return self._find()
+        except RuntimeError as error:
+            if REENTRANT not in str(error):
+                raise
+        self._sketcher.losses_only, self._repeats = True, []
+        return self._find()
 
     def _find(self) -> TrainerLoss | None:
         with self._sketcher.open(moves=True):

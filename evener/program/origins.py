@@ -30,6 +30,7 @@ class Origins:
         self._written: dict[StorageWeakRef, str] = {}
         self.seen = False  # True once something was exchanged
         self.read = ""  # the call whose result the program read as a number
+        self.reads = 0  # number of such reads
 
     def write(self, data: Any, place: str) -> None:
         """Record that values exchanged at `place` were written into these tensors.
@@ -53,7 +54,11 @@ class Origins:
         """
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):
-            self.read = place
+            self._note_read(place)
+
+    def _note_read(self, place: str) -> None:
+        self.read = place
+        self.reads += 1
 
     def find(self, data: Any) -> str:
         """Return where a tensor in nested data was exchanged; empty if there is none."""
@@ -76,7 +81,7 @@ class Origins:
         if not place:
             return
         if function in _READS:
-            self.read = place
+            self._note_read(place)
         for tensor in each_tensor_in(result):
             self._made[tensor] = place
         if _is_in_place(function) and arguments:

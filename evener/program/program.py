@@ -80,6 +80,7 @@ class Program:
         # settings at the start of the batch, for optimizers that have stepped
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
+        self._begun_reads = 0  # of exchanged values, before the batch
         self.remarks: list[str] = []  # warnings to print once shares may become uneven
         self._even_start: EvenStart | None = None  # of a library's trainer
         self._watched = 0  # number of even steps in which the program itself exchanged values
@@ -202,7 +203,9 @@ class Program:
         ]
         exchanges.note_entered(exchanges.origins.find(numbers), "the rate of its optimizer")
         rates = views.read_numbers(optimizer)
-        if rates != self._begun_rates.get(optimizer, rates):
+        # a schedule may also change rates within a step: only what was read in it can be a cause
+        is_read = exchanges.origins.reads > self._begun_reads
+        if is_read and rates != self._begun_rates.get(optimizer, rates):
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
@@ -270,6 +273,7 @@ class Program:
         A change between batches comes from a schedule. A change within a batch may come from an
         exchanged value that the program has read.
         """
+        self._begun_reads = self.exchanges.origins.reads
         for optimizer in list(self._begun_rates):
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 

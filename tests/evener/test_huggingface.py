@@ -34,6 +34,7 @@ NAMES = (
     "rows, accumulated, drop last",
     "tokens, in shards",
     "tokens, accumulated, cosine",
+    "tokens, in reentrant checkpoints",
     "tokens by length",
     "rows",
     "rows, compiled",

@@ -34,6 +34,7 @@ EXACT = [
     ("objects", "graphs"),
     ("exchanges", "four sums over rows"),
     ("exchanges", "an epochs outputs gathered"),
+    ("exchanges", "a schedule within steps"),
     ("exchanges", "a drawn number from the first rank"),
     ("exchanges", "rows gathered for metrics"),
     ("sharded", "sharded and clipped"),

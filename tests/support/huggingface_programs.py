@@ -87,6 +87,14 @@ PROGRAMS = {
     "tokens by length": Program(
         rows=21, arguments={**ADAM, **TWICE, "train_sampling_strategy": "group_by_length"}
     ),
+    "tokens, in reentrant checkpoints": Program(
+        rows=21,
+        arguments={
+            **ADAM,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": REENTRANT,
+        },
+    ),
     "rows": Program("plain", arguments=ADAM),
     "rows, accumulated, drop last": Program(
         "plain",

@@ -275,3 +275,17 @@ def losses_reduced_by_accelerate() -> Any:
         assert accelerator.reduce(loss.detach(), "mean").item() > 0
 
     return accelerate(note)
+
+
+@name
+def a_schedule_within_steps() -> Any:
+    """Rates are set for each step after its batch came, and the mean of losses is only logged."""
+    model, optimizer = start()
+    for number, (x, classes, _) in enumerate(epochs(load())):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        loss = F.cross_entropy(model(x), classes)
+        update(optimizer, loss)
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        assert whole.item() > 0
+    return model
