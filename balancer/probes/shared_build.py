@@ -67,7 +67,9 @@ class BuildChannel:
         propagate.
         """
         with self._socket:
-            if not _can_share(command):
+            setup = command.setup
+            # ranks of a group build after they have met; a sharded model stays on the host
+            if not _can_share(command) or setup.world > 1 or setup.state:
                 return None
             builder = import_module(BUILDER)
             watch, started = BuildWatch(), time.monotonic()

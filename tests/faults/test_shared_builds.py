@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.hosts import LocalHost
+from evener.balancer.probes.protocol import Build
+from evener.balancer.probes.shared_build import BuildChannel
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Layout, Probe, Stage, Timed, solo
 from evener.devices.cpu import slices
+from evener.workloads.protocol import WorkerSetup
 from tests.support.cores import two_cores
 from tests.support.python_path import python_path
 
@@ -94,6 +99,18 @@ def test_what_a_fork_does_not_survive_is_found(tmp_path: Path) -> None:
         if LEFT[line] not in why or bool(why) != bool(LEFT[line])
     }
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "changes", [{"peers": ("a", "b")}, {"state": (0.5,)}, {"placement": "halves"}]
+)
+def test_a_child_of_a_group_or_in_shards_builds_by_itself(changes: dict[str, Any]) -> None:
+    """A group's ranks meet before they build, and a sharded model isn't moved to its device."""
+    near, far = socket.socketpair()
+    command = Build("train.py:build", "torch", {}, WorkerSetup(("cpu:0",), **changes))
+    assert BuildChannel(far.detach(), lambda *_: None).build(command) is None
+    assert not near.recv(1)
+    near.close()
 
 
 @pytest.fixture
