@@ -46,8 +46,8 @@ def as_request_error(
 ) -> Iterator[None]:
     """Return a context that converts an OSError or ValueError into a `kind` error.
 
-    The error's message is `what`, which says what failed, followed by the system's reason; `remedy`
-    is its remedy.
+    The error's message is `what`, which says what failed, and the system's reason. `remedy` tells
+    the user what to do.
     """
     try:
         yield

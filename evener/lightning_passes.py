@@ -130,7 +130,7 @@ class PassMetrics:
             Any, Sums
         ] = {}  # metrics of earlier passes, by the call's number or the metric's name
         self._pieces: dict[Any, Sums] = {}  # metrics of earlier pieces of this pass
-        self._met: dict[Any, Sums] = {}  # metrics of the whole pass, reduced over ranks
+        self._reduced: dict[Any, Sums] = {}  # metrics of the whole pass, reduced over ranks
 
     @property
     def _logged(self) -> Any:
@@ -138,13 +138,13 @@ class PassMetrics:
 
     def begin(self) -> None:
         """Discard the metrics of the previous batch."""
-        self._earlier, self._pieces, self._met = {}, {}, {}
+        self._earlier, self._pieces, self._reduced = {}, {}, {}
 
     def end(self, part: Part) -> None:
         """Add a pass's metrics to those of earlier passes if `part` is the pass's last piece."""
         if part.turn.ends:
-            self._earlier |= self._met
-            self._pieces, self._met = {}, {}
+            self._earlier |= self._reduced
+            self._pieces, self._reduced = {}, {}
 
     def keep(self) -> Callable[[], None]:
         """Save the module's attributes and logged metrics; return a function that restores them.
@@ -164,14 +164,14 @@ class PassMetrics:
         return put_back
 
     def _keep_logged(self) -> Callable[[], None]:
-        before = {name: dict(vars(figure)) for name, figure in self._logged.items()}
+        before = {name: dict(vars(metric)) for name, metric in self._logged.items()}
 
         def put_back() -> None:
             # a new metric isn't removed, because other ranks will reduce it too
-            for name, figure in self._logged.items():
-                for state, default in private.default_states(figure).items():
+            for name, metric in self._logged.items():
+                for state, default in private.default_states(metric).items():
                     setattr(
-                        figure, state, before[name][state] if name in before else default.clone()
+                        metric, state, before[name][state] if name in before else default.clone()
                     )
 
         return put_back
@@ -186,7 +186,7 @@ class PassMetrics:
         before = module._current_fx_name, logged.batch_size
         module._current_fx_name, logged.batch_size = "training_step", rows
         self._part, self._calls = part, 0
-        steps = {name: figure._forward_cache for name, figure in logged.items()}
+        steps = {name: metric._forward_cache for name, metric in logged.items()}
         put_back = () if part.weight else (keep_attributes(*self._metrics), self._keep_logged())
         try:
             yield
@@ -202,16 +202,16 @@ class PassMetrics:
 
         Metrics that are reduced over ranks are already means over the passes.
         """
-        for name, figure in self._logged.items():
-            meta, own = figure.meta, figure._forward_cache
+        for name, metric in self._logged.items():
+            meta, own = metric.meta, metric._forward_cache
             alone = (
-                figure.is_tensor
+                metric.is_tensor
                 and meta.on_step
                 and meta.is_mean_reduction
                 and not meta.sync.should
             )
             if alone and own is not before.get(name):
-                figure._forward_cache = self._join(
+                metric._forward_cache = self._join(
                     name, "mean", self._weigh(own), lambda each: each
                 ).to(own.dtype)
 
@@ -223,42 +223,42 @@ class PassMetrics:
         divides by the mean number of rows.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
-        figure = tensor.double() if whole else tensor
+        metric = tensor.double() if whole else tensor
         if self._part is None or op not in _JOINED:
             with self._timer.collective():
-                return self._reduce(figure, group, op)
-        figure = torch.as_tensor(figure, device=self._device)
+                return self._reduce(metric, group, op)
+        metric = torch.as_tensor(metric, device=self._device)
         mean = op in ("mean", "avg")
         key, self._calls = self._calls, self._calls + 1
-        own = self._weigh(figure) if mean else (figure.clone(),)
+        own = self._weigh(metric) if mean else (metric.clone(),)
         return self._join(
             key, op, own, lambda each: self._reduce(each, group, "sum" if mean else op)
-        ).to(figure.dtype)
+        ).to(metric.dtype)
 
-    def _weigh(self, figure: torch.Tensor) -> Sums:
+    def _weigh(self, metric: torch.Tensor) -> Sums:
         assert self._part is not None
         weight = torch.as_tensor(
-            self._part.weight, dtype=torch.float64, device=figure.device
+            self._part.weight, dtype=torch.float64, device=metric.device
         ).clone()
-        return (figure * weight if weight else torch.zeros_like(figure)), weight
+        return (metric * weight if weight else torch.zeros_like(metric)), weight
 
     def _join(
-        self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]
+        self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the metric combined with earlier pieces and passes.
 
         A metric that ranks have already reduced in this pass isn't reduced again.
         """
         assert self._part is not None
-        if key not in self._met:
+        if key not in self._reduced:
             own = _add(op, self._pieces.get(key), own)
             if not self._part.turn.ends:
                 self._pieces[key] = own
-                return _figure(_add(op, self._earlier.get(key), own))
+                return _divide_sums(_add(op, self._earlier.get(key), own))
             with self._timer.collective():
-                own = tuple(map(meet, own))
-            self._met[key] = _add(op, self._earlier.get(key), own)
-        return _figure(self._met[key])
+                own = tuple(map(reduce, own))
+            self._reduced[key] = _add(op, self._earlier.get(key), own)
+        return _divide_sums(self._reduced[key])
 
 
 def _add(op: str, before: Sums | None, own: Sums) -> Sums:
@@ -269,5 +269,5 @@ def _add(op: str, before: Sums | None, own: Sums) -> Sums:
     )
 
 
-def _figure(sums: Sums) -> torch.Tensor:
+def _divide_sums(sums: Sums) -> torch.Tensor:
     return sums[0] if len(sums) == 1 else sums[0] / sums[1]

@@ -1,6 +1,6 @@
-"""The ways in which losses, states and attributes of parts of a batch add up to the whole batch's.
+"""How losses, states and attributes of a batch's parts combine into those of the whole batch.
 
-`measure_kinds.py` determines which of them apply to a model. Passes can't do without them, because
+`measure_kinds.py` determines which way applies to a model. Passes can't do without them, because
 the activations of a pass are freed before the outputs of all rows exist. Processes could exchange
 outputs, inputs and attributes and compute the loss of all rows, but each step would wait for that
 between forward and backward.
@@ -79,11 +79,11 @@ def _spread(weight: Any, mask: Any) -> Any:
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds by which the values of parts add up to the value of the whole.
+    """Return the ways in which the values of parts combine into the value of the whole.
 
-    `counts` has each part's number of a unit, by name: {"rows": (3, 5), "labels": (20, 61)}. A name
-    fits if the mean of the parts' values, weighted by these counts, equals the whole's value,
-    within the relative `rounding`. SUM fits if their sum does.
+    `counts` maps the name of a unit to its count in each part: {"rows": (3, 5), "labels": (20,
+    61)}. A name fits if the mean of the parts' values, weighted by these counts, equals the whole's
+    value within the relative `rounding`. SUM fits if the sum of the parts' values does.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)

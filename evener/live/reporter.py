@@ -183,7 +183,7 @@ class Reporter:
         self._has_written = False
         self._cores: _Cores | None = None  # set from the first record on
         self._next_write = 0.0
-        self._look_at = 0.0  # when a counted step may have to be written, in monotonic seconds
+        self._next_check = 0.0  # when a counted step may have to be written, in monotonic seconds
         self._wait = INTERVAL_SECONDS  # seconds until the next write
         self._file: Path | None = None
         self._record: LiveRecord | None = None  # the record in the file
@@ -236,7 +236,7 @@ class Reporter:
             self._tokens += tokens[0]
             self._padded += tokens[1]
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             self._reported_at = now
             return True
         with self._lock:
@@ -256,7 +256,7 @@ class Reporter:
                 self._publish(*self._last_call, self._rates(now))
         if self._step >= FIRST_STEPS:
             due_at = math.inf if self._journal is None else self._journal.window_ends_at
-            self._look_at = min(self._next_write, due_at)
+            self._next_check = min(self._next_write, due_at)
 
     def close(self) -> None:
         """Record the last steps, close the journal and remove this process's file.

@@ -337,7 +337,7 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
     """Return a GradientSketcher for these models only.
 
-    It is for a step that evener doesn't take part in.
+    It is used for steps that evener doesn't control.
     """
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

@@ -28,7 +28,7 @@ _EXCHANGES = (
     *("reduce_scatter_single", "all_to_all", "all_to_all_single"),
     *("all_gather_object", "gather_object", "broadcast_object_list"),
 )
-_EXCHANGED = "program:PROGRAM.exchange_figures"
+_EXCHANGED = "program:PROGRAM.run_collective"
 _FUNCTIONAL = (
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_tensor_autograd"),
     *("all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single"),

@@ -22,7 +22,7 @@ from ..plan.file import Plan, make_layout
 from ..torch.audit.state import kept_state
 from ..torch.planned import PlannedTraining
 from ..torch.private import backward_number, default_store
-from ..torch.ranks.ranks import find_shares, meet, open_plan
+from ..torch.ranks.ranks import exchange_values, find_shares, open_plan
 from ..torch.step.checks import OPTIMIZER_CHECK
 from ..torch.step.step import LoaderSteps
 from ..torch.step.weights import Weigh
@@ -42,7 +42,7 @@ WATCHED = (
 # backward passes without an optimizer step after which this is reported: outside of loops over a
 # DataLoader, and in one, where gradients may be accumulated
 FEW_PASSES, MANY_PASSES = 4, 64
-MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
+EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
 
 
 class Program:
@@ -74,7 +74,7 @@ class Program:
         # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
         self._others = 0  # number of running trainers that have their own hooks
-        self._met = 0  # number of exchanges between ranks
+        self._exchanges = 0  # number of exchanges between ranks
         self.exchanges = Exchanges(self.note_exchange)
         self._numbers: tuple[float, ...] | None = None  # numbers in the loss of the previous step
         # settings at the start of the batch, for optimizers that have stepped
@@ -305,7 +305,7 @@ class Program:
                 )
         return wrapped(*arguments, **keywords)
 
-    def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    def run_collective(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a collective that the program or a library starts, and inspect what it exchanges."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
@@ -555,12 +555,11 @@ class Program:
 
         If a rank is missing after `seconds`, return an empty list; 0 means no timeout.
         """
-        self._met += 1
+        self._exchanges += 1
         store = default_store()
-        place = f"evener/program/{self._met}"
-        every = meet(
+        every = exchange_values(
             store,
-            place,
+            f"evener/program/{self._exchanges}",
             dist.get_rank(),
             dist.get_world_size(),
             msgspec.msgpack.encode(own),
@@ -573,7 +572,7 @@ class Program:
 
         Ranks call this before they run the same passes, in which they communicate layer by layer.
         """
-        every = self.exchange(RankView(fault), MEET_SECONDS)
+        every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
@@ -581,7 +580,7 @@ class Program:
 
         All ranks call this after the same step.
         """
-        every = self.exchange(self._view(loop), MEET_SECONDS)
+        every = self.exchange(self._view(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
         if fault:
             maker = loop.batch_maker

@@ -74,9 +74,10 @@ class CoreWatch:
     def read(self) -> Starvation:
         """Return how long the process was starved since the last reading.
 
-        Threads also wait for each other, and for an idle core to wake. So the CPU time that they
-        missed is at most what other programs had on these cores, and the threads together wanted
-        at most all cores for all of the time. While a core is idle, no thread counts as starved.
+        Threads also wait for each other, and for an idle core to wake. Therefore the CPU time that
+        they missed is limited to what other programs used on these cores, and the time that the
+        threads wanted to all cores for the whole time. While a core is idle, no thread counts as
+        starved.
         """
         before = self._last
         last = self._sum_up()

@@ -55,10 +55,10 @@ def replace_rendezvous() -> None:
     handlers = rendezvous_handlers()
     for scheme in ("env", "tcp"):
         if not isinstance(handlers[scheme], partial):
-            handlers[scheme] = partial(_meet, handlers[scheme])
+            handlers[scheme] = partial(_rendezvous, handlers[scheme])
 
 
-def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers."""
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
@@ -67,7 +67,7 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
     if path is None or rank is None or world is None:
         yield from original(url, **options)
         return
-    _let_others_meet()
+    _release_other_ranks()
     store = dist.PrefixStore(_choose_prefix(), open_file_store(path))
     if "timeout" in options:
         store.set_timeout(options["timeout"])
@@ -75,7 +75,7 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
     raise RuntimeError("A second rendezvous isn't possible by the same handler.")
 
 
-def _let_others_meet() -> None:
+def _release_other_ranks() -> None:
     """Tell the launcher to start the other ranks, because this store exists now.
 
     Do nothing in an elastic agent that the program itself has started, which may use the same
@@ -126,7 +126,7 @@ def _limit_tcp_stores() -> None:
     def begin(store: Any, *given: Any, **named: Any) -> None:
         arguments = dict(zip(_STORE_ARGUMENTS, given, strict=False)) | named
         if rendezvous_file(f"{arguments['host_name']}:{arguments['port']}") is not None:
-            _let_others_meet()
+            _release_other_ranks()
         if arguments.get("is_master") and arguments.get("master_listen_fd") is None:
             arguments |= listen_at(arguments["host_name"], arguments["port"])
         original(store, **arguments)

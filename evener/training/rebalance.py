@@ -575,9 +575,10 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the time at which all ranks finish if rows can be moved between them.
+    """Return the time at which all ranks would finish if rows moved between them.
 
-    `rates` are the rows per second that a rank gains or loses.
+    `own` are the ranks' compute times (own work) now, and `rates` the rows that each computes per
+    additional second.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
@@ -599,7 +600,7 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor has changed by more than half of `shift` from `usual`.
+    """True if a factor is more than half of the way from `usual` to its value after a `shift`.
 
     `shift` is the logarithm of the whole change.
     """

@@ -20,7 +20,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Read this process's entry in the EVENER_STARTS variable, and run the script in its place."""
+    """Read this process's entry in the EVENER_STARTS variable, then run its script here."""
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
     ctypes.CDLL(None).prctl(

@@ -25,7 +25,7 @@ from .limits import (
     find_limits,
 )
 from .rebalance import Advice, advise
-from .step_sums import RankStep, StepSums, divide_meeting
+from .step_sums import RankStep, StepSums, divide_steps
 
 LEAST_EXCHANGE = 0.1  # minimum fraction of a step for the exchange to be a limit
 MEDIAN_ERROR = (
@@ -101,7 +101,7 @@ def judge_training(
     `competitors` names the programs that used the cores which this training needed.
     """
     steps = tuple(
-        divide_meeting([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
+        divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
     )
     step_s = max((each.step_s for each in steps), default=0.0)
     if step_s <= 0:

@@ -2,7 +2,7 @@
 
 A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
 gradients, and the time between the exchange and the next batch. A single rank can't distinguish its
-waiting from the exchange, so `divide_meeting` needs the sums of all ranks. Means are used instead
+waiting from the exchange, so `divide_steps` needs the sums of all ranks. Means are used instead
 of medians, so that work in only every tenth step, such as writing a checkpoint, counts too.
 """
 
@@ -84,7 +84,7 @@ class RankStep(NamedTuple):
         return sum(self)
 
 
-def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
+def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step in five parts.
 
     `least_meeting_s` has each rank's shortest time (`meeting_s`) from its last gradient to the end

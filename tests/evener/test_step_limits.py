@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evener.training.limits import LimitKind
 from evener.training.step_limits import MeasuredRank, judge_training
-from evener.training.step_sums import StepSums, divide_meeting
+from evener.training.step_sums import StepSums, divide_steps
 
 STEPS = 50
 SECONDS = st.floats(0, 100)
@@ -160,7 +160,7 @@ def test_five_parts_are_the_step(ranks: list[tuple[float, ...]], least: list[flo
         StepSums(7, one, two, three, 0.0, four, 0.0, 0.0, five)
         for one, two, three, four, five in ranks
     ]
-    for each, whole in zip(divide_meeting(sums, least[: len(sums)]), sums, strict=True):
+    for each, whole in zip(divide_steps(sums, least[: len(sums)]), sums, strict=True):
         assert sum(each) == pytest.approx(whole.step_s)
         assert min(each) >= 0
 

@@ -141,7 +141,7 @@ def _run_hooked(
     install()
     from evener.program import program as hooks
 
-    hooks.MEET_SECONDS = 5.0
+    hooks.EXCHANGE_SECONDS = 5.0
     seen = _run(program)
     notebook = hooks.PROGRAM.notebook
     seen.warned = bool(notebook.warned)

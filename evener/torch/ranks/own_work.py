@@ -450,7 +450,7 @@ class StepTimer:
     def _note_untimed_validation(self) -> None:
         """Begin a validation batch in a batch that isn't timed.
 
-        Validation lasts until its last batch begins, or to the end if it has a single one.
+        Validation lasts until its last batch begins, or until its end if it has only one batch.
         """
         if self._doing not in (BETWEEN, VALIDATION):
             return

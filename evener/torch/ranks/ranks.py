@@ -184,7 +184,7 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )  # True if the store still contains values from before a restart
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
-    every = meet(
+    every = exchange_values(
         store,
         f"evener/{attempt}/{next(_GATHERINGS)}",
         process.rank,
@@ -194,28 +194,28 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     return [msgspec.json.decode(each, type=RankInfo) for each in every]
 
 
-def meet(
-    store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0
+def exchange_values(
+    store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
     """Exchange values of all ranks through a store; return them in rank order.
 
-    `place` is the prefix of the keys, which must not have been used before. If `seconds` isn't 0,
-    it is a timeout: if a rank calls later, the result is empty on all ranks.
+    No key of the store may start with `prefix` yet. If `seconds` isn't 0, it is a timeout: if a
+    rank calls later, the result is empty on all ranks.
     """
-    keys = [f"{place}/{each}" for each in range(world)]
+    keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
     if seconds:
         came = "late"
         with suppress(RuntimeError):
             store.wait(keys, timedelta(seconds=seconds))
             came = "all"
-        if store.compare_set(f"{place}/came", "", came) == b"late":
+        if store.compare_set(f"{prefix}/came", "", came) == b"late":
             return []
     every = [store.get(key) for key in keys]
-    if store.add(f"{place}/read", 1) == world:
-        store.set(f"{place}/done", "")
+    if store.add(f"{prefix}/read", 1) == world:
+        store.set(f"{prefix}/done", "")
     if rank == 0:  # the store may be in this process, and other ranks still read it
-        store.wait([f"{place}/done"])
+        store.wait([f"{prefix}/done"])
     return every
 
 
@@ -340,7 +340,7 @@ def find_shares(
     host = find_host(share.host for share in chosen.layout.active)
     named = _name_gpu(device, gpus) or launched_device()
     own = RankInfo(socket.gethostname(), host, named, tuple(gpus), process.local_rank, plan=digest)
-    ranks = _meet(own, process, options)
+    ranks = _gather_agreed_infos(own, process, options)
     seen = _seen(chosen.layout.active, ranks)
     differences = fits(devices=seen, world=None, strict=strict, framework="torch")
     return _share_by_plan(chosen, global_batch, process, gpus, differences, ranks, device)
@@ -353,7 +353,9 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
     return next((name for name, index in gpus.items() if index == device.index), "")
 
 
-def _meet(own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]) -> list[RankInfo]:
+def _gather_agreed_infos(
+    own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
+) -> list[RankInfo]:
     """Return the RankInfo of all ranks in rank order; raise RequestError if they don't agree."""
     training = secrets.token_hex(8)
     told = msgspec.structs.replace(own, options=dict(options), training=training)
@@ -375,7 +377,7 @@ def _share_by_ratios(
     share = Share(name, device.index or 0, str(device), 0, 0.0)  # for the monitor
     divided = divide_by_ratios(ratios, global_batch, process.world)
     digest = zlib.crc32(msgspec.json.encode(divided))
-    ranks = _meet(RankInfo(socket.gethostname(), "", plan=digest), process, options)
+    ranks = _gather_agreed_infos(RankInfo(socket.gethostname(), "", plan=digest), process, options)
     return RankShares(
         process.rank,
         divided,

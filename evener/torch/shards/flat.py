@@ -158,7 +158,7 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start to reduce the gradients over the ranks, with this rank's times `weight`.
+        """Start reducing the gradients over the ranks, with this rank's multiplied by `weight`.
 
         Each rank receives the sums for its own shard.
         """

@@ -364,10 +364,10 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
             ),
         )
     if optimizer not in _looked_at:
-        _look_at(optimizer, sharded)
+        _check_optimizer(optimizer, sharded)
 
 
-def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
+def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
     """Check an optimizer before its first step.
 
     Raises RequestError if the optimizer can't train a sharded model's pieces.

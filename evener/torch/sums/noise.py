@@ -62,7 +62,10 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record the batch that gradients belong to; its `sizes` has each rank's number of rows."""
+        """Record the current batch, to which the next gradients belong.
+
+        Its `sizes` are the numbers of rows on each rank.
+        """
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
