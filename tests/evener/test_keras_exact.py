@@ -154,7 +154,7 @@ def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["masked", "weighted"])
-def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str) -> None:
+def test_towers_learn_the_same_from_rows_assigned_by_length(proofs: Any, case: str) -> None:
     """Rows assigned by length give the same weights, logs and validation results.
 
     This includes means over tokens, clipping and a short last batch.
@@ -164,7 +164,7 @@ def test_towers_learn_the_same_from_rows_dealt_by_length(proofs: Any, case: str)
     assert found["logs"] <= 1e-12
 
 
-def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) -> None:
+def test_rows_assigned_by_length_come_once_and_without_most_padding(proofs: Any) -> None:
     """Over three devices, shuffled rows assigned by length occur once, with little padding.
 
     23 % of all steps are words, and one device would compute nearly all of them.

@@ -43,7 +43,7 @@ def assigners(draw: st.DrawFn, tokens: int = 300) -> RowAssigner:
 
 
 @given(LENGTHS, assigners())
-def test_each_row_is_dealt_once_in_passes_that_fit(
+def test_each_row_is_assigned_once_in_passes_that_fit(
     lengths: list[int], assigner: RowAssigner
 ) -> None:
     assigned = assigner.assign(lengths)
@@ -62,7 +62,7 @@ def test_each_row_is_dealt_once_in_passes_that_fit(
 
 
 @given(st.integers(1, 40), st.integers(0, 50), assigners())
-def test_rows_of_one_length_are_dealt_as_without_lengths(
+def test_rows_of_one_length_are_assigned_as_without_lengths(
     rows: int, length: int, assigner: RowAssigner
 ) -> None:
     assigned = assigner.assign([length] * rows)

@@ -159,7 +159,7 @@ def sampler(rank: int, rows: int = 3) -> LengthSampler:
     return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], assigner=assigner)
 
 
-def test_cudnn_attention_is_off_only_while_a_loop_over_dealt_rows_runs() -> None:
+def test_cudnn_attention_is_off_only_while_a_loop_over_assigned_rows_runs() -> None:
     """Models of rows of one length, or a later validation, must not be slowed down."""
     split = Split(ratios=[1], global_batch=8)
     loader = split.loader(TEXTS, lengths=TEXTS.lengths, collate_fn=collate)
@@ -190,7 +190,7 @@ def test_cudnn_attention_stays_off_for_a_user_who_turned_it_off() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def test_cudnn_attention_is_off_in_a_trainers_loop_over_dealt_rows() -> None:
+def test_cudnn_attention_is_off_in_a_trainers_loop_over_assigned_rows() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     loader = StepLoader(list(range(3)), StepSampler(sampler(0)), collate_fn=list)
     assert [enabled() for _ in loader] == [False]

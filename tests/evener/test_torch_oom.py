@@ -25,7 +25,7 @@ from evener.torch.step import step
 from evener.torch.step.checks import check_memory
 from evener.torch.step.recovery import is_out_of_memory
 from evener.training.passes import MOST_FAILURES
-from tests.support import torch_meeting_programs as meetings
+from tests.support import torch_collective_programs as collectives
 from tests.support import torch_oom_programs as programs
 
 SHARES, SEEDS = (24, 12, 8), (0,)
@@ -236,13 +236,13 @@ def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", meetings.CASES)
+@pytest.mark.parametrize("name", collectives.CASES)
 def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_out(
     trainer_ranks: Callable[..., list[Any]], name: str
 ) -> None:
     """In pieces it would run more collectives than the other ranks, which would wait."""
     (waited, steps), (said, own_steps) = trainer_ranks(
-        "tests.support.torch_meeting_programs.train", name, world=2
+        "tests.support.torch_collective_programs.train", name, world=2
     )
     expected = (
         "others than evener sum its gradients"
@@ -282,7 +282,7 @@ def test_the_rank_that_ended_is_named_on_the_others(
     trainer_ranks: Callable[..., list[Any]], who: int, how: str, words: str
 ) -> None:
     """Rank 0 has the store in its own process, so its message is lost when it exits."""
-    said = trainer_ranks("tests.support.torch_meeting_programs.leave", who, how, world=2)
+    said = trainer_ranks("tests.support.torch_collective_programs.leave", who, how, world=2)
     assert said[1 - who].splitlines()[-1].startswith(words)
     assert ("OSError" in said[who]) == (how == "raises")
 
@@ -292,7 +292,7 @@ def test_the_journal_has_the_retreats_of_all_ranks(
     trainer_ranks: Callable[..., list[Any]], own_state: Path
 ) -> None:
     lines, said = trainer_ranks(
-        "tests.support.torch_meeting_programs.train_noted", str(own_state), world=2
+        "tests.support.torch_collective_programs.train_noted", str(own_state), world=2
     )
     assert len(lines) == 3
     assert said == [line for line in lines if "at step 1:" not in line], "of the second rank"

@@ -36,7 +36,7 @@ from tests.support.rank_server import RankServer
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = str(ROOT / "tests/support/meeting_program.py")
+PROGRAM = str(ROOT / "tests/support/rendezvous_program.py")
 NOBODY = 65534
 LISTED, READ = ("fd", "map_files", "cwd"), ("environ", "mem")  # in a process's folder in /proc
 SECONDS = 240.0
@@ -77,10 +77,10 @@ def test_a_training_on_one_host_has_no_store_that_others_reach(
         with stopped_at(tmp_path, "met") as ranks:
             assert list_listeners(evener.pid) == set()
             own = find_folders() - others
-            stolen = run_as_nobody(evener.pid, _find_meeting(ranks[0]), own, ())
+            stolen = run_as_nobody(evener.pid, _find_rendezvous(ranks[0]), own, ())
         with stopped_at(tmp_path, "trains") as ranks:
             trains = list_listeners(evener.pid)
-            stolen += run_as_nobody(evener.pid, _find_meeting(ranks[0]), own, tuple(trains))
+            stolen += run_as_nobody(evener.pid, _find_rendezvous(ranks[0]), own, tuple(trains))
         with stopped_at(tmp_path, "insists"):
             insists = list_listeners(evener.pid)
             answers = [listener for listener in insists if _is_store(listener)]
@@ -100,7 +100,7 @@ def find_folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("evener-*"))
 
 
-def _find_meeting(rank: int) -> str:
+def _find_rendezvous(rank: int) -> str:
     """Return the path of the rendezvous file from a rank's environment."""
     variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
     found = next(each for each in variables if each.startswith(b"EVENER_MEETING="))
@@ -108,13 +108,13 @@ def _find_meeting(rank: int) -> str:
 
 
 def run_as_nobody(
-    root: int, meeting: str, folders: Iterable[Path], listeners: Sequence[Listener]
+    root: int, rendezvous: str, folders: Iterable[Path], listeners: Sequence[Listener]
 ) -> list[str]:
     """Return what another user of this machine could read or write of a training run.
 
     Empty if this process can't become another user.
     """
-    assert Path(meeting).read_bytes()  # this user can read it
+    assert Path(rendezvous).read_bytes()  # this user can read it
     if os.getuid():
         return []
     "".encode(
@@ -127,7 +127,7 @@ def run_as_nobody(
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            found = _steal(root, meeting, folders, listeners)
+            found = _steal(root, rendezvous, folders, listeners)
         except BaseException as error:
             found = [f"ended by {error!r}"]
         os.write(write, msgspec.json.encode(found))
@@ -140,12 +140,12 @@ def run_as_nobody(
 
 
 def _steal(
-    root: int, meeting: str, folders: Iterable[Path], listeners: Sequence[Listener]
+    root: int, rendezvous: str, folders: Iterable[Path], listeners: Sequence[Listener]
 ) -> list[str]:
     """Return everything that this process can access, except sockets that refuse foreign data."""
     tried: list[tuple[str, Callable[[], Any]]] = [
-        ("reads the store", lambda: Path(meeting).read_bytes()),
-        ("writes the store", lambda: os.close(os.open(meeting, os.O_RDWR))),
+        ("reads the store", lambda: Path(rendezvous).read_bytes()),
+        ("writes the store", lambda: os.close(os.open(rendezvous, os.O_RDWR))),
     ]
     tried += [(f"lists {folder}", partial(os.listdir, folder)) for folder in folders]
     for pid in list_tree(root):

@@ -128,7 +128,7 @@ def plain_epoch(model: Any, optimizer: Any, loader: Any, accumulate: int) -> lis
     return losses
 
 
-def dealt_epoch(
+def assigned_epoch(
     split: Split,
     model: Any,
     optimizer: Any,
@@ -172,13 +172,13 @@ def trained(
     else:
         loader = split.loader(texts, lengths=texts.lengths, collate_fn=collate)
         if resume:
-            losses += dealt_epoch(split, model, optimizer, loader, seen, steps=1)
+            losses += assigned_epoch(split, model, optimizer, loader, seen, steps=1)
             again = cost_split(resume)
             following = again.loader(texts, lengths=torch.tensor(texts.lengths), collate_fn=collate)
             following.load_state_dict(loader.state_dict())
             split, loader, model = again, following, again.wrap(model)
         for _ in range(EPOCHS):
-            losses += dealt_epoch(split, model, optimizer, loader, seen, accumulate=accumulate)
+            losses += assigned_epoch(split, model, optimizer, loader, seen, accumulate=accumulate)
     return [*weights(bare), torch.tensor(losses, dtype=torch.float64), split.total(seen)]
 
 

@@ -38,7 +38,7 @@ def a_ddp_that_nothing_weighs(given: Given) -> Weights:
 
 
 @refused("no shares to rebalance")
-def rows_dealt_by_length_that_rebalance(given: Given) -> Weights:
+def rows_assigned_by_length_that_rebalance(given: Given) -> Weights:
     given.split(rebalance=True).loader(given.rows, lengths=list(range(len(given.rows))))
     return []
 

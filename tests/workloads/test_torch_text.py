@@ -63,7 +63,7 @@ def step(workload: TorchWorkload) -> Work:
     return Work(*(now - then for now, then in pairs))
 
 
-def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(
+def test_assigned_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(
     workload: TorchWorkload,
 ) -> None:
     """cuDNN's attention, which plans each shape anew, is disabled only for assigned rows.
@@ -79,7 +79,7 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkload) -> None:
+def test_each_probe_of_the_same_row_assignment_has_other_batches(workload: TorchWorkload) -> None:
     """Each probe of the same row assignment has other batches; other layouts have the same rows.
 
     Shapes that were seen before are faster than those that training will see.
@@ -151,7 +151,7 @@ def test_rows_of_one_length_are_padded_to_it_in_every_pass(workload: TorchWorklo
     assert step(workload).padded == 300 * length
 
 
-def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
+def test_assigned_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
     workload: TorchWorkload,
 ) -> None:
     """Assigned rows have little padding and respect the tokens of a pass.
@@ -259,7 +259,7 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
 
 @two_cores
 @pytest.mark.usefixtures("shared_servers")
-def test_children_measure_rows_that_are_dealt_by_cost() -> None:
+def test_children_measure_rows_that_are_assigned_by_cost() -> None:
     """Two real ranks measure tokens of whole batches and each rank's compute time (own work).
 
     There is less padding than with rows in their original order.

@@ -1,6 +1,6 @@
 """A DDP program that pauses for a test to inspect it, after its ranks have met and in training.
 
-Run it as `python meeting_program.py FOLDER`.
+Run it as `python rendezvous_program.py FOLDER`.
 """
 
 import os

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.frameworks import skip_without
-from tests.support.torch_notice_programs import BATCH, NOTICES, ROWS
+from tests.support.torch_stop_signal_programs import BATCH, NOTICES, ROWS
 
-PROGRAMS = "tests.support.torch_notice_programs"
+PROGRAMS = "tests.support.torch_stop_signal_programs"
 
 
 def test_each_row_comes_once_over_ten_notices(trainer_ranks: Callable[..., list[Any]]) -> None:
