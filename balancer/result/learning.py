@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from evener.training.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
+from evener.training.noise_scale import ENDLESS, NoiseScale, efficiency, extra_rows, rate_gain
 
 from ..request import Request
 from ..search.report import SearchReport
@@ -52,7 +52,9 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
-    value, low, high = (worth(batch, each) for each in (scale.safe_rows, scale.low, scale.high))
+    value, low, high = (
+        efficiency(batch, each) for each in (scale.safe_rows, scale.low, scale.high)
+    )
     found = Learning(batch, scale, (value, low, high), _find_frontier(scale, report))
     if scale.high >= ENDLESS or own is None or own == batch or not report.own_rate:
         return found
@@ -78,5 +80,5 @@ def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]
         rate = one.throughput.value
         if rate > fastest:
             fastest = rate
-            frontier.append((size, rate, rate * worth(size, scale.safe_rows)))
+            frontier.append((size, rate, rate * efficiency(size, scale.safe_rows)))
     return tuple(frontier)

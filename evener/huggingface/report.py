@@ -28,7 +28,7 @@ def report(trainer: Trainer) -> None:
         ),
         len(callbacks),
     )
-    callbacks.insert(console, _OffTheConsole())
+    callbacks.insert(console, _SpeedMetricsFilter())
     callbacks.insert(0, _ReportCallback(trainer))
 
 
@@ -76,7 +76,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.close()
 
 
-class _OffTheConsole(TrainerCallback):  # type: ignore[misc]
+class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
     """Removes the speed metrics before the callback that prints a log entry."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

@@ -521,7 +521,7 @@ class StepAudit:
             return self._find(difference, rows, moved)
         if moved:
             return None
-        self._compare_figures(reference, trained)
+        self._compare_logs(reference, trained)
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: Steps, rows: Tensors) -> Finding | None:
@@ -535,7 +535,7 @@ class StepAudit:
             repeats = self._repeat(plain, rows, seeds)
             difference = self._compare_results(reference, trained, "", repeats)
         if difference is None:
-            self._compare_figures(reference, trained)
+            self._compare_logs(reference, trained)
             return self._compare_states(plain, rows, reference, trained)
         one, other = difference.losses
         said = (
@@ -625,7 +625,7 @@ class StepAudit:
         drawn = tf.random.stateless_uniform(tf.shape(value), (number, 9), -1.0, 1.0, tf.float64)
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
-    def _compare_figures(self, reference: StepResult, trained: StepResult) -> None:
+    def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
         """Warn about a logged value that differs although the gradients don't differ."""
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)

@@ -91,7 +91,7 @@ class FitHooks:
             model.call = warn_of_own_loop(model)
         for name in ("save", "save_weights"):
             setattr(model, name, self._timed("files", getattr(model, name)))
-        model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
+        model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
     def _step_of(self, name: str) -> Any:
         """Return the replacement of the model's step of this name.
@@ -131,7 +131,7 @@ class FitHooks:
 
         return call
 
-    def _as_own(self, name: str) -> Any:
+    def _with_signature(self, name: str) -> Any:
         """Return the hook of this name with the signature and docstring of the replaced method."""
         hook = getattr(self, name)
 

@@ -229,7 +229,7 @@ class Workers:
         if self.cut.in_passes and not overrides(self.model, "train_step"):
             step = SurvivingStep(self, self.limit, self.note_retreat)
 
-        def train_and_look(iterator: Any) -> Any:
+        def train_and_check(iterator: Any) -> Any:
             try:
                 logs = self._run_one_by_one(step, iterator)
             except tf.errors.ResourceExhaustedError as error:
@@ -252,7 +252,7 @@ class Workers:
                 self.rebalancing.after_steps(self.model.steps_per_execution, self.times)
             return logs
 
-        return train_and_look
+        return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
         """Return a function that runs Keras' test function `run` once per batch.

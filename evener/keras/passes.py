@@ -112,7 +112,7 @@ class StepStates:
             return tf.where(first, new, before)
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
-    def starts_anew(self, state: Any) -> bool:
+    def restarts_each_pass(self, state: Any) -> bool:
         """True if every pass starts from the state's value at the start of the step."""
         if id(state) in self._metrics:
             return id(state) in self._losses
@@ -327,7 +327,7 @@ class DevicePasses:
         """
         pairs = zip(self._starts, values, strict=True)
         return [
-            (state, begin if self._states.starts_anew(state) else value)
+            (state, begin if self._states.restarts_each_pass(state) else value)
             for (state, begin), value in pairs
         ]
 

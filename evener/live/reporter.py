@@ -103,7 +103,7 @@ Devices = Sequence[str | int | Share]
 NO_RATES = (0.0, 0.0, 0.0)
 
 
-class _Point(NamedTuple):
+class _Counts(NamedTuple):
     """The counts at one time."""
 
     at: float  # monotonic seconds
@@ -175,9 +175,9 @@ class Reporter:
         self._ticks = start_ticks(self._pid)
         self._samples = self._tokens = self._padded = 0
         self._step = 0
-        self._points: deque[_Point] = deque()
+        self._points: deque[_Counts] = deque()
         self._reported_at = 0.0  # monotonic seconds
-        self._counted_from: _Point | None = None  # the counts after the first steps
+        self._counted_from: _Counts | None = None  # the counts after the first steps
         self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
         self._next_keep = 0.0
         self._has_written = False
@@ -294,15 +294,15 @@ class Reporter:
     def _leave_out(self, seconds: float, *counts: int) -> None:
         """Shift the earlier points, as if a step had taken no time and had no samples."""
 
-        def move(then: _Point) -> _Point:
-            return _Point(then.at + seconds, *map(operator.add, then[1:], counts))
+        def move(then: _Counts) -> _Counts:
+            return _Counts(then.at + seconds, *map(operator.add, then[1:], counts))
 
         self._points = deque(map(move, self._points))
         if self._counted_from is not None:
             self._counted_from = move(self._counted_from)
 
-    def _count(self, now: float) -> _Point:
-        return _Point(now, self._samples, self._tokens, self._padded)
+    def _count(self, now: float) -> _Counts:
+        return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
         """Return samples/s, tokens/s and the padding fraction over the window.

@@ -143,7 +143,7 @@ class Exchanges:
         if guard is not None:
             self._look(call, guard)
             for each in each_tensor_in(call.filled):
-                guard.keep_figure(each)
+                guard.save_scalar(each)
         depends_on_rows = guard is not None and _depends_on_rows(call, guard)
         with self._within():
             compares = is_uneven and not self._knows_rows
@@ -167,7 +167,7 @@ class Exchanges:
             )
 
     @contextmanager
-    def knowing_rows(self) -> Iterator[None]:
+    def handling_rows(self) -> Iterator[None]:
         """Return a context for a function that itself handles different numbers of rows."""
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -188,7 +188,7 @@ class Exchanges:
             self.note_entered(call.words, "its model")
         if self._knows_rows or self.fault:
             return
-        if any(map(guard.goes_by_rows, _tensors(call))):
+        if any(map(guard.depends_on_rows, _tensors(call))):
             self.fault = (
                 f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
                 f"different numbers of them"
@@ -241,7 +241,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
     """Drop what the guard recorded about the tensors that the call filled with values."""
     for each in each_tensor_in(call.filled):
-        guard.forget_making(each)
+        guard.treat_as_input(each)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:

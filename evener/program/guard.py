@@ -143,12 +143,12 @@ class Guard(Recorder):
         """True while recorded functions of the program are run again."""
         return self._busy
 
-    def keep_figure(self, tensor: torch.Tensor) -> None:
+    def save_scalar(self, tensor: torch.Tensor) -> None:
         """Save a scalar before an exchange overwrites it."""
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
-    def forget_making(self, tensor: torch.Tensor) -> None:
+    def treat_as_input(self, tensor: torch.Tensor) -> None:
         """Treat a tensor as an input from now on, because its contents were exchanged."""
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
@@ -163,7 +163,7 @@ class Guard(Recorder):
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
-    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+    def depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's size depends on the number of rows in the batch.
 
         Also True if the tensor was computed from the batch but its dependence can't be determined.

@@ -368,7 +368,7 @@ def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         parts = [rows[rank * most : rank * most + count] for rank, count in enumerate(counts)]
         return torch.cat(parts)
 
-    with PROGRAM.exchanges.knowing_rows():
+    with PROGRAM.exchanges.handling_rows():
         if not PROGRAM.is_uneven:
             return wrapped(*arguments, **keywords)
         return each_tensor(gather, arguments[0] if arguments else keywords["tensor"])

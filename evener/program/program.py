@@ -251,7 +251,7 @@ class Program:
             self.stay_even(views.NO_GROUP)
             return
         loader = None if self._newest_loader is None else self._newest_loader()
-        self.stay_for_one(advise(optimizer, loader))
+        self.report_single_device(advise(optimizer, loader))
 
     @property
     def is_single_rank(self) -> bool:
@@ -259,7 +259,7 @@ class Program:
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_started_rank() and not is_released()
 
-    def stay_for_one(self, advice: str) -> None:
+    def report_single_device(self, advice: str) -> None:
         """Report that the program trains on one device, and suggest how to change that.
 
         Raises RequestError if the program was started with `--strict`.

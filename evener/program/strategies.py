@@ -50,7 +50,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     If the Trainer uses one of several devices, suggest how to train on all of them.
     """
     if PROGRAM.is_single_rank:
-        PROGRAM.stay_for_one(advise_lightning())
+        PROGRAM.report_single_device(advise_lightning())
     with PROGRAM.left_unchanged():
         return wrapped(*arguments, **keywords)
 

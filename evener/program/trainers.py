@@ -143,7 +143,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
         )
 
 
-class _Found(BaseException):
+class _TrainerFound(BaseException):
     """Raised when a trainer begins to train.
 
     It is a BaseException, so that programs which catch Exception don't catch it.
@@ -167,7 +167,7 @@ def build() -> Any:
             replaced(subprocess.Popen, "__init__", _start_no_python),
         ):
             _run(json.loads(os.environ[PROGRAM_COMMAND]))
-    except _Found as found:
+    except _TrainerFound as found:
         return found.trainer
     except SystemExit as end:
         ended = f"ended with exit code {end.code}"
@@ -197,7 +197,7 @@ def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> No
 
 
 def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
-    raise _Found(trainer)
+    raise _TrainerFound(trainer)
 
 
 def _run(words: Sequence[str]) -> None:

@@ -191,7 +191,7 @@ class TrainingAudits:
 
         On a single device that computes a batch at once, no audit is ever due.
         """
-        if self._is_alone:
+        if self._is_single_device:
             return False
         if batch is not self._batch or batch is None:
             self._batch = batch
@@ -273,7 +273,7 @@ class TrainingAudits:
         runs. `function` is the program's function that computes the loss, and `holders` are objects
         whose attributes it reads. Raises RequestError if the gradients differ.
         """
-        if self._is_alone:
+        if self._is_single_device:
             return
         due = self.begin(object())
         if not self.judge.over:
@@ -299,7 +299,7 @@ class TrainingAudits:
         """
         training = self._training
         self.close()
-        if self._is_alone:
+        if self._is_single_device:
             return
         taken = training.weights.current
         code = getattr(compute, "__code__", type(compute))
@@ -518,7 +518,7 @@ class TrainingAudits:
         return hash(tuple(self._members[each].trained() for each in models))
 
     @property
-    def _is_alone(self) -> bool:
+    def _is_single_device(self) -> bool:
         """True if a single device computes a batch at once, as without a plan."""
         training = self._training
         return training.world == 1 and not training.ranks.in_passes
@@ -530,7 +530,7 @@ class TrainingAudits:
         each pass, and without a model.
         """
         weights = self._training.weights
-        return self._is_alone or weights.equal_passes or not weights.models
+        return self._is_single_device or weights.equal_passes or not weights.models
 
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
@@ -711,7 +711,7 @@ class TrainingAudits:
         They usually audit the same step, so that the verdicts can be compared.
         """
         training = self._training
-        if not self._is_together:
+        if not self._can_exchange:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
         store = default_store()
@@ -720,7 +720,7 @@ class TrainingAudits:
         self._published[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
     @property
-    def _is_together(self) -> bool:
+    def _can_exchange(self) -> bool:
         """True if this rank can exchange results with others through the group's store."""
         world: int = self._training.world
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
@@ -731,7 +731,7 @@ class TrainingAudits:
         All ranks do so in the same step. With a launcher as the reference, shares become equal
         instead.
         """
-        if self.judge.over or not self._is_together:
+        if self.judge.over or not self._can_exchange:
             return
         found = self._left_out.begin(self.judge.step + 1, self._training.ranks.batches)
         if found is None:

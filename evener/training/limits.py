@@ -249,7 +249,7 @@ def _shorten(part: StepPart, seconds: float) -> StepPart:
 def _is_limit(step_s: float, part: StepPart) -> bool:
     if part.seconds < LEAST_SHARE * step_s:
         return False
-    left = _find_left(step_s, part)
+    left = _find_remaining_time(step_s, part)
     return _gain(step_s, left.most_s + part.remaining_s) >= least_gain(part.kind)
 
 
@@ -258,7 +258,7 @@ def least_gain(kind: LimitKind) -> float:
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
-class _Left(NamedTuple):
+class _RemainingTime(NamedTuple):
     """The duration of a step after the remedy, with the ends of its 95 % interval."""
 
     seconds: float
@@ -266,19 +266,21 @@ class _Left(NamedTuple):
     most_s: float
 
 
-def _find_left(step_s: float, part: StepPart) -> _Left:
+def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
     """Return the duration of a step after the remedy: `without_s` if measured, else an estimate."""
     if part.without_s is not None:
         error_s = part.without_error_s
-        return _Left(part.without_s, part.without_s - error_s, part.without_s + error_s)
+        return _RemainingTime(part.without_s, part.without_s - error_s, part.without_s + error_s)
     left_s = step_s - part.spared * min(part.seconds, step_s)
     high_error_s = part.error_s if part.high_error_s is None else part.high_error_s
-    return _Left(left_s, left_s - part.spared * high_error_s, left_s + part.spared * part.error_s)
+    return _RemainingTime(
+        left_s, left_s - part.spared * high_error_s, left_s + part.spared * part.error_s
+    )
 
 
 def _describe(step_s: float, part: StepPart) -> TrainingLimit:
     seconds = min(part.seconds, step_s)
-    left = _find_left(step_s, part)
+    left = _find_remaining_time(step_s, part)
     return TrainingLimit(
         kind=part.kind,
         milliseconds=seconds * 1e3,

@@ -52,7 +52,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
         return self.low if self.high >= ENDLESS else self.rows
 
 
-def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
+def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Return noise and signal of one step whose parts have `sizes` rows.
 
     `weighted` is sum_i n_i |g_i|^2, where g_i is the mean gradient of part i, and `whole` is |g|^2
@@ -68,7 +68,7 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     return Sample(noise, whole - noise / rows)
 
 
-def worth(batch: int, noise_scale: float) -> float:
+def efficiency(batch: int, noise_scale: float) -> float:
     """Return the statistical efficiency of a batch's rows, 0 to 1.
 
     It is relative to very small batches: batches far below the noise scale have the efficiency 1.
@@ -188,7 +188,7 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
             f"hardly differ"
         )
     span = f" ({write_rows(found.low)} - {write_rows(found.high)})" * (found.high < ENDLESS)
-    part = f"{100 * worth(batch, found.safe_rows):.0f} % of the samples' worth"
+    part = f"{100 * efficiency(batch, found.safe_rows):.0f} % of the samples' worth"
     return f"noise scale {write_scale(found)}{span} {after}; {batch:,} rows: {part}"
 
 

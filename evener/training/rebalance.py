@@ -418,7 +418,7 @@ class Rebalancer:
         """
         if count < FEWEST_DRIFT:
             return self._drifts
-        factors = [_beside_others(each.factors) for each in list(self._windows)[:count]]
+        factors = [_relative_to_others(each.factors) for each in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
@@ -558,7 +558,7 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(median, zip(*windows, strict=True)))
 
 
-def _beside_others(factors: Sequence[float]) -> list[float]:
+def _relative_to_others(factors: Sequence[float]) -> list[float]:
     """Return each factor divided by the geometric mean of the others.
 
     A slowdown of all ranks alike, which is no reason to move rows, cancels out.

@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct, frozen=True):
     high: float = 0.0
 
 
-class _Stretch:
+class _ShareSpan:
     """Consecutive steps with the same shares."""
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
@@ -77,9 +77,9 @@ class StepRecord:
 
     def __init__(self) -> None:
         self.changes = 0  # number of changes of the shares that steps used
-        self._first: _Stretch | None = None
-        self._last: _Stretch | None = None
-        self._now: _Stretch | None = None
+        self._first: _ShareSpan | None = None
+        self._last: _ShareSpan | None = None
+        self._now: _ShareSpan | None = None
 
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
@@ -87,7 +87,7 @@ class StepRecord:
         """Add a step with the shares that it used; NaN stands for unknown values."""
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
-            self._now = _Stretch(shares)
+            self._now = _ShareSpan(shares)
         now = self._now
         now.steps += 1
         now.all.append((own_work_s, step_s))
@@ -100,7 +100,8 @@ class StepRecord:
         if self._first is None:
             self._first = now
         elif now is self._first and len(now.clear) == KEPT_STEPS:
-            self._now = _Stretch(shares, now.steps)  # the first stretch isn't extended any further
+            # the first span isn't extended any further
+            self._now = _ShareSpan(shares, now.steps)
 
     @property
     def first(self) -> ShareTimes | None:

@@ -16,7 +16,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path, load_noise
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
 from evener.system.files import runs_folder
-from evener.training.noise_scale import NoiseScale, rate_gain, worth
+from evener.training.noise_scale import NoiseScale, efficiency, rate_gain
 from evener.tui.cli.main import run
 from evener.tui.text.parsing import make_request
 
@@ -52,9 +52,9 @@ def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_batch_and_those_that_are_slower_have_their_worth(balance: Any, scale: int) -> None:
     values, plan = balance("--noise-scale", str(scale))
     batch = plan["layout"]["global_batch"]
-    assert values["worth"][0] == pytest.approx(worth(batch, scale))
+    assert values["worth"][0] == pytest.approx(efficiency(batch, scale))
     assert all(
-        value == pytest.approx(rate * worth(size, scale))
+        value == pytest.approx(rate * efficiency(size, scale))
         for size, rate, value in values["frontier"]
     )
     text = "\n".join(plan["text"])

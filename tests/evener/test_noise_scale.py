@@ -18,9 +18,9 @@ from evener.training.noise_scale import (
     NoiseWindow,
     Sample,
     describe,
+    efficiency,
     extra_rows,
-    separate,
-    worth,
+    separate_noise,
 )
 
 SHARES = ((1, 1), (6, 2), (5, 2, 1), (820, 568, 64, 8))
@@ -44,19 +44,19 @@ def test_noise_and_signal_are_unbiased_for_any_shares(
             parts.append(sum(batch[start : start + size], Fraction(0)))
             start += size
         weighted = sum(part * part / size for part, size in zip(parts, shares, strict=True) if size)
-        samples.append(separate(shares, weighted, (sum(batch) / len(batch)) ** 2))  # type: ignore[arg-type]
+        samples.append(separate_noise(shares, weighted, (sum(batch) / len(batch)) ** 2))  # type: ignore[arg-type]
     assert sum(each.noise for each in samples) / len(samples) == variance
     assert sum(each.signal for each in samples) / len(samples) == center**2
 
 
 @given(sizes)
 def test_a_part_without_rows_changes_nothing(shares: list[int]) -> None:
-    assert separate([*shares, 0], 7.0, 0.25) == separate(shares, 7.0, 0.25)
+    assert separate_noise([*shares, 0], 7.0, 0.25) == separate_noise(shares, 7.0, 0.25)
 
 
 def test_one_part_alone_shows_no_noise() -> None:
     with pytest.raises(ValueError, match="two parts"):
-        separate((8, 0), 1.0, 1.0)
+        separate_noise((8, 0), 1.0, 1.0)
 
 
 def draw(
@@ -73,7 +73,7 @@ def draw(
         for i in range(dimensions)
     ]
     weighted = sum(n * sum(x * x for x in part) for n, part in zip(shares, parts, strict=True))
-    return separate(shares, weighted, sum(x * x for x in whole))
+    return separate_noise(shares, weighted, sum(x * x for x in whole))
 
 
 @pytest.mark.parametrize("shares", SHARES)
@@ -139,7 +139,7 @@ def test_a_step_that_overflowed_is_left_out() -> None:
 def test_rows_to_the_same_loss_follow_the_worth_of_a_batch(
     batch: int, larger: int, scale: float
 ) -> None:
-    assert 0 < worth(batch, scale) <= 1
+    assert 0 < efficiency(batch, scale) <= 1
     assert extra_rows(batch, larger, scale) == pytest.approx((larger + scale) / (batch + scale))
 
 

@@ -50,7 +50,7 @@ def test_halves_and_micro_batches_have_the_whole_stacks_gradients(micro_batches:
     """Gradients are equal in float32, also if the micro-batches don't divide the batch."""
     images, labels = as_tensors(stripes(10, 32, 10))
     whole = gradients(DepthNet, images, labels)
-    halves = gradients(lambda: DepthNet().lay([CPU, CPU], micro_batches), images, labels)
+    halves = gradients(lambda: DepthNet().place([CPU, CPU], micro_batches), images, labels)
     assert largest_difference(halves, whole) <= 1e-5
 
 
@@ -59,14 +59,14 @@ def test_tiles_have_the_whole_images_gradients(side: int) -> None:
     images, labels = as_tensors(stripes(6, side, 10))
     whole = gradients(TilesNet, images, labels)
     for count in (2, 3, 4):
-        tiles = gradients(lambda count=count: TilesNet().lay([CPU] * count), images, labels)  # type: ignore[misc]
+        tiles = gradients(lambda count=count: TilesNet().place([CPU] * count), images, labels)  # type: ignore[misc]
         assert largest_difference(tiles, whole) <= 1e-5
 
 
 def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> None:
     with pytest.raises(RequestError, match="micro-batch"):
-        DepthNet(norm="batch").lay([CPU, CPU], 2)
-    DepthNet(norm="batch").lay([CPU, CPU])
+        DepthNet(norm="batch").place([CPU, CPU], 2)
+    DepthNet(norm="batch").place([CPU, CPU])
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
     batches = feed(Data(numbers(64), {"prefetch": 2}))
     batches.make(batches.data.sampler([4], 0))
     taken = [batches.take()[0] for _ in range(3)]
-    batches.settle()
+    batches.wait()
     assert batches._loader is not None
     assert len(batches._loader._ahead._ready) == 2  # type: ignore[union-attr]
     batches.drop()

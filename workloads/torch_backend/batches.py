@@ -313,7 +313,7 @@ class Batches:
             else []
         )
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all prefetched batches have arrived.
 
         Timed steps then load as many batches as they use.

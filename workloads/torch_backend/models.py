@@ -23,7 +23,7 @@ from ..datasets import digits, grey_noise, sine_waves, stripes, text_lengths
 from ..protocol import WorkerSetup, Workload, pick
 from .batches import Data
 from .tiling import TilesNet, conv_blocks
-from .workload import Lay, Recipe, TorchWorkload
+from .workload import PlaceParts, Recipe, TorchWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
@@ -131,7 +131,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
         self._micro_batches = 1
 
-    def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
+    def place(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
         """Move the halves to the first two of `devices`, and return this module.
 
         Raises RequestError for micro-batches with batch normalisation, because they would give a
@@ -268,22 +268,24 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)
         return TorchWorkload(setup, texts)
     make, batch, placements = MODELS[name]
-    lay, sample = placements.get(setup.placement), partial(batch, **pick(batch, settings))
+    place, sample = placements.get(setup.placement), partial(batch, **pick(batch, settings))
     return TorchWorkload(
         setup,
         lambda: classifier(make(**pick(make, settings)), learning_rate, sample),
-        lay and partial(lay, **pick(lay, settings)),
+        place and partial(place, **pick(place, settings)),
     )
 
 
-MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping[str, Lay]]] = {
+MODELS: Mapping[
+    str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping[str, PlaceParts]]
+] = {
     "torch_maxer": (maxer, grey_noise, {}),
     "torch_mnist": (mnist, digits, {}),
     "torch_gru": (GruNet, sine_waves, {}),
     "torch_depth": (
         DepthNet,
         stripes,
-        {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay},
+        {"halves": lambda net, to: net.place(to), "halves-micro": DepthNet.place},
     ),
-    "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
+    "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.place}),
 }  # name -> (makes the module, makes its batches, placements)

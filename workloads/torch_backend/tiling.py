@@ -205,7 +205,7 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(CHANNELS[-1], classes)
         self._devices: tuple[torch.device, ...] = ()
 
-    def lay(self, devices: Sequence[torch.device]) -> TilesNet:
+    def place(self, devices: Sequence[torch.device]) -> TilesNet:
         """Compute in tiles on these devices from now on, and return this module.
 
         The parameters are moved to the first device.

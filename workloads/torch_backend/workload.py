@@ -103,7 +103,7 @@ DrawRows = Callable[
     [Data, Sequence[int], int], UnevenBatchSampler
 ]  # (data, rows of every rank, this rank)
 BuildRecipe = Callable[[], Recipe]
-Lay = Callable[
+PlaceParts = Callable[
     [Any, tuple[torch.device, ...]], Any
 ]  # puts a module's parts on devices and returns the module to call
 
@@ -111,14 +111,14 @@ Lay = Callable[
 class TorchWorkload(Workload, StepListener):
     """A recipe that trains on one device, or as one rank of a group.
 
-    `lay` places the module's parts on the setup's devices, all in one process; without `lay`, the
+    `place` moves the module's parts to the setup's devices, all in one process; without it, the
     process has one device. Raises RequestError for a setup that PyTorch doesn't support.
     """
 
     def __init__(
-        self, setup: WorkerSetup, build_recipe: BuildRecipe, lay: Lay | None = None
+        self, setup: WorkerSetup, build_recipe: BuildRecipe, place: PlaceParts | None = None
     ) -> None:
-        check_setup(setup, placed=lay is not None)
+        check_setup(setup, placed=place is not None)
         self.setup = setup
         self.devices = configure(setup)
         self.device = self.devices[0]
@@ -163,7 +163,7 @@ class TorchWorkload(Workload, StepListener):
         self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
         self._assignments: Counter[RowAssigner] = Counter()  # number of uses of each assigner
         self._model: Any = (
-            self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
+            self.recipe.module if place is None else place(self.recipe.module, self.devices)
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
@@ -354,7 +354,7 @@ class TorchWorkload(Workload, StepListener):
                 torch.cuda.synchronize(device)
         if self._batches is not None:
             started = time.perf_counter()
-            self._batches.settle()
+            self._batches.wait()
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from .state import MOST_ITEMS, copy_data, put_back
+from .state import MOST_ITEMS, copy_data, restore_value
 
 DEPTH = 4  # maximum depth of functions that call each other, and of nested objects
 LARGE = 64 << 20  # minimum bytes of a tensor that isn't copied, because it is data and not a metric
@@ -34,12 +34,12 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
     The returned function may be called several times.
     """
-    kept = _Kept()
+    kept = _SavedValues()
     kept.look_at(function, DEPTH)
-    return kept.put_back
+    return kept.restore_value
 
 
-class _Kept:
+class _SavedValues:
     """Saved variables and objects, with their saved values."""
 
     def __init__(self) -> None:
@@ -94,10 +94,10 @@ class _Kept:
         else:
             self.look_at(value, depth)
 
-    def put_back(self) -> None:
+    def restore_value(self) -> None:
         """Restore everything that was saved."""
         for data, was in self._data:
-            put_back(data, was)
+            restore_value(data, was)
         for names, name, value in self._names:
             if names.get(name, _EMPTY) is not value:
                 names[name] = value

@@ -57,7 +57,7 @@ def audit_record(
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
     for few in rows:
-        tried = _Tries(record, few)
+        tried = _Interpretations(record, few)
         for count in counts:
             tried.audit(sketcher, computations, count, moves)
             if tried.found is not None and tried.found.difference is None:
@@ -75,7 +75,7 @@ def audit_record(
     return Replayed(None, fault)
 
 
-class _Tries:
+class _Interpretations:
     """Audits a record with the same rows under different interpretations of its numbers.
 
     `found` is the first audit that succeeded, or a later one that found no difference. If `found`

@@ -64,7 +64,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
     def restore() -> None:
         restore_attributes()
         for each, was in frozen:
-            put_back(each, was)
+            restore_value(each, was)
 
     return restore
 
@@ -99,7 +99,7 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
     def restore() -> None:
         for holder, was in kept:
-            put_back(holder, was)
+            restore_value(holder, was)
 
     return restore
 
@@ -124,7 +124,7 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return the data that `put_back` needs to restore a value in place.
+    """Return the data that `restore_value` needs to restore a value in place.
 
     Return None for a value that isn't copied, such as a number, an object that is already in
     `memo`, or a tensor of more than `most_bytes`.
@@ -174,7 +174,7 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
     return value._version, value.detach().clone()
 
 
-def put_back(value: Any, was: Any) -> None:
+def restore_value(value: Any, was: Any) -> None:
     """Restore a value from what `copy_data` returned for it."""
     if was is None:
         return
@@ -196,7 +196,7 @@ def _put_back_items(value: Any, was: _Items) -> None:
         if item:
             item.clear()
     for item, inner in was.inner:
-        put_back(item, inner)
+        restore_value(item, inner)
     if isinstance(value, dict):
         if list(map(id, value.values())) != was.ids or list(value) != was.keys:
             value.clear()

@@ -180,7 +180,7 @@ class _CpuTimes:
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
 
 
-class _Marked(NamedTuple):
+class _MarkedStep(NamedTuple):
     """A finished step with its marks, whose times aren't computed yet."""
 
     sizes: tuple[int, ...]
@@ -207,7 +207,7 @@ class _Untimed(msgspec.Struct):
     validation_s: float = 0.0
 
 
-class _Spent(NamedTuple):
+class _StepDurations(NamedTuple):
     """The times of a step, in seconds."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
@@ -268,8 +268,8 @@ class StepTimer:
         # the host's time from which files may take a part of the time between two steps
         self._files_from = 0.0
         # steps whose times aren't computed yet
-        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)
-        self._steps: deque[tuple[_Marked, _Spent]] = deque(maxlen=KEPT_STEPS)
+        self._marked: deque[_MarkedStep] = deque(maxlen=KEPT_MARKED)
+        self._steps: deque[tuple[_MarkedStep, _StepDurations]] = deque(maxlen=KEPT_STEPS)
         self._counted = 0  # number of steps
         self.sums = RunningSums()  # sums over all steps except warm-up
         _timers.append(weakref.ref(self, _timers.remove))
@@ -556,7 +556,7 @@ class StepTimer:
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
         """Save the marks of a batch; `counts` is False if it has no gradients."""
-        step = _Marked(
+        step = _MarkedStep(
             self.sizes,
             self._asked,
             self._before,
@@ -616,7 +616,7 @@ class StepTimer:
             if not self._on_host:
                 self._clock.reuse(_list_marks(marked))
 
-    def _add_to_sums(self, marked: _Marked, spent: _Spent) -> None:
+    def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
         Time for files and validation isn't weighted, because it is measured in every batch.
@@ -661,18 +661,18 @@ class StepTimer:
             between_s=middle(between),
         )
 
-    def _time(self, marked: _Marked) -> _Spent:
+    def _time(self, marked: _MarkedStep) -> _StepDurations:
         """Return the times of a step that the device has finished."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
         if asked is None:
             sums = self._sum_up(marked, spans, 0.0)
-            return _Spent(spans, last_s, math.nan, math.nan, sums)
+            return _StepDurations(spans, last_s, math.nan, math.nan, sums)
         input_s = self._clock.seconds(asked, marks[0][1])
         step_s = self._clock.seconds(asked, marked.done)
-        return _Spent(spans, last_s, input_s, step_s, self._sum_up(marked, spans, input_s))
+        return _StepDurations(spans, last_s, input_s, step_s, self._sum_up(marked, spans, input_s))
 
-    def _describe(self, marked: _Marked, spent: _Spent) -> TimedStep:
+    def _describe(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
         """Return the times of a step as a TimedStep, with NaN for unknown times."""
         spans, last = dict(spent.spans), marked.marks[-1][0]
         if last in (OWN, SUM, UPDATE):  # the end of these phases is unknown
@@ -699,7 +699,7 @@ class StepTimer:
         )
 
     def _sum_up(
-        self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
+        self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
         """Return the times of a step, in seconds, in the order of the fields of StepSums.
 
@@ -734,7 +734,7 @@ class StepTimer:
         )
 
 
-def _list_marks(marked: _Marked) -> list[Any]:
+def _list_marks(marked: _MarkedStep) -> list[Any]:
     """Return the marks that belong to this step, without the one that the next step shares.
 
     Each is returned once, even if two phases begin at the same mark.

@@ -398,7 +398,7 @@ class _CudnnAttention:
         self._before = True
 
     @contextmanager
-    def turned_off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Enter a context in which cuDNN's attention is off.
 
         Such contexts may overlap. The last one to end restores the setting from before the first.
@@ -524,7 +524,7 @@ class LengthSampler(UnevenBatchSampler):
 
     def loop_context(self) -> AbstractContextManager[None]:
         """Return the context for a loop over these batches: cuDNN's attention is off in it."""
-        return _cudnn_attention.turned_off()
+        return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Iterate over the batch of each step, made from the fetched passes.

@@ -236,7 +236,7 @@ class Flat:
             slot.received = slot.before = slot.fired = False
             slot.piece.grad = slot.whole.grad = None
 
-    def settle(self, used: Sequence[bool]) -> None:
+    def set_gradients(self, used: Sequence[bool]) -> None:
         """Set the `.grad` of each piece after a backward pass if any rank used its parameter."""
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

@@ -58,7 +58,7 @@ class Gathered:
         self._typed = [
             block[each.byte : each.byte_of(each.stop)].view(each.dtype) for each in self._segments
         ]
-        self._is_alone = place.single_rank
+        self._is_single_rank = place.single_rank
         byte_ranges = [(self._byte_of(start), self._byte_of(stop)) for start, stop in ranges]
         # .data has its own version counter, so autograd accepts tensors that it saved in the
         # forward pass, even after the copies that gloo makes on a GPU during a wait
@@ -79,7 +79,7 @@ class Gathered:
         with torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
-        return [] if self._is_alone else self._parts.gather()
+        return [] if self._is_single_rank else self._parts.gather()
 
     def free(self) -> None:
         """Free the block's memory."""
@@ -105,7 +105,7 @@ class Gathered:
         for segment, typed in zip(self._segments, self._typed, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
             own = shard[low - start : high - start] if low < high else shard
-            if self._is_alone:
+            if self._is_single_rank:
                 pairs += _repeat(typed.data, own)
             elif low < high:
                 pairs.append((typed.data[low - segment.start : high - segment.start], own))

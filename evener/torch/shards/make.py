@@ -133,7 +133,7 @@ def cut_model(
     before = list(model.parameters())
     sharded = Sharded(model, units, place, dtype, keeps, casts)
     kept = set(map(id, model.parameters()))
-    look_after(sharded, [each for each in before if id(each) not in kept])
+    include_all_ranks(sharded, [each for each in before if id(each) not in kept])
     EXCHANGES.add(sharded)
     model.exchange, model.require_backward_grad_sync = sharded, True
     if keeps or sharded.whole is not None:
@@ -217,7 +217,7 @@ def _refuse(*_: Any) -> None:
     )
 
 
-def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
+def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
     `replaced` are the model's parameters before it was sharded.

@@ -386,10 +386,10 @@ class Sharded:
         first = 0
         for flat in flats:
             last = first + len(flat.slots)
-            flat.settle(used[first:last])
+            flat.set_gradients(used[first:last])
             first = last
         if self.whole is not None and not self.waits:
-            self.whole.settle(used[first:])
+            self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
         """Sum the gradients of parameters that aren't sharded; return whether each was used here.
@@ -499,7 +499,9 @@ class UnitHooks:
         tensors = [each for each in tensors_in((arguments, keywords)) if each.requires_grad]
         if not tensors or not torch.is_grad_enabled() or unit is sharded.root:
             return arguments, keywords
-        marked = dict(zip(map(id, tensors), _End.apply(sharded, unit, *tensors), strict=True))
+        marked = dict(
+            zip(map(id, tensors), _UnitInputs.apply(sharded, unit, *tensors), strict=True)
+        )
         return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
@@ -528,7 +530,7 @@ class UnitHooks:
         )
 
 
-class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
+class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
     """Returns a unit's inputs unchanged, and reports when their gradients have been computed.
 
     By then, the gradients of the unit's parameters are complete.

@@ -180,7 +180,7 @@ class WholeParameters:
                 for flat in self._sums.values():
                     dist.all_reduce(flat)
 
-    def settle(self, used: Sequence[bool]) -> None:
+    def set_gradients(self, used: Sequence[bool]) -> None:
         """Set the `.grad` of each parameter that any rank used to its all-reduced gradient."""
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):

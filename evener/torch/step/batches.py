@@ -46,7 +46,7 @@ class TakenBatch:
             mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
         )
 
-    def mixes_with(self, other: TakenBatch) -> bool:
+    def can_share_backward(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass.
 
         They can if they give each rank the same weight, and if the last batches of their epochs do
@@ -198,7 +198,7 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
     """True if each of these batches, from `epochs` epochs, leads to the same weights."""
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
-    return one_each and all(batch.mixes_with(newest) for batch in possible)
+    return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
@@ -230,7 +230,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     """True if the choice among these epochs' batches makes no difference, now or later."""
     newest = epochs[-1].batches[-1]
-    if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
+    if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
         return False
     return newest.origin.tail is None or all(
         batch.used for each in epochs for batch in each.batches[:-1]

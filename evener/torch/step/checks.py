@@ -51,7 +51,7 @@ class OptimizerCheck:
             FREED_NEXT.clear()
             torch.cuda.empty_cache()
         if SHORT:
-            spare_memory(optimizer)
+            update_one_by_one(optimizer)
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:  # with a closure, the backward passes follow later
             check_summed(optimizer)
@@ -152,10 +152,10 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
             f" makes: {describe_memory(trained[0].device)}. No weight was changed.",
             "Take smaller passes (evener balance --micro), or an optimizer with less state.",
         )
-    spare_memory(optimizer, tensors)
+    update_one_by_one(optimizer, tensors)
 
 
-def spare_memory(optimizer: Any, tensors: int = 0) -> None:
+def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
     `tensors` is the number of state tensors of each parameter's size that the step also allocates.

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ...errors import RequestError
 from ..private import backward_number, call_after_backward
 from ..sums.collectives import is_equal_everywhere, own_collectives
-from ..sums.exchange import exchanged_parameters, goes_through
+from ..sums.exchange import exchanged_parameters, is_in_backward
 
 Weigh = Callable[[], float | None]
 
@@ -172,7 +172,7 @@ class TensorGroup:
             group = own()
             if group is None:
                 return
-            if goes_through(task):
+            if is_in_backward(task):
                 group._call_at_the_end(task)
             else:
                 group._end()

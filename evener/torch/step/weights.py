@@ -244,7 +244,7 @@ class BatchWeights(BatchTracker):
             raise _scale_forgotten()
         if self.by_loss:
             return
-        if before is not batch and before is not None and not before.mixes_with(batch):
+        if before is not batch and before is not None and not before.can_share_backward(batch):
             raise RequestError(
                 "One backward pass mixes two batches that weigh differently, in this step or "
                 "at the end of an epoch.",

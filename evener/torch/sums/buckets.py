@@ -284,7 +284,7 @@ class HostCopy:
         if self._event is not None:
             self._event.record()
 
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the copy is complete, so that `read` doesn't wait."""
         return self._event is None or bool(self._event.query())
 

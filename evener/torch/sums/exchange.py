@@ -460,7 +460,7 @@ def _end(task: int) -> None:
         exchange._wait()
 
 
-def goes_through(task: int) -> bool:
+def is_in_backward(task: int) -> bool:
     """True if a wrapped model hasn't yet finished this backward pass."""
     return task in _open.values()
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RequestError
-from ...training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
+from ...training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate_noise
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
@@ -106,9 +106,9 @@ class RankNoise:
 
     def scale(self) -> NoiseScale | None:
         """Return the noise scale from the samples that were read; None until there are enough."""
-        while self._pending and self._pending[0][1].is_there():
+        while self._pending and self._pending[0][1].is_complete():
             sizes, figures = self._pending.popleft()
-            self.window.add(separate(sizes, *figures.read()))
+            self.window.add(separate_noise(sizes, *figures.read()))
         return self.window.scale()
 
     def describe(self) -> str:
