@@ -42,7 +42,10 @@ def test_equal_devices_keep_their_shares_for_1000_steps(noise: str) -> None:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_host_that_starts_kernels_too_slowly_moves_no_shares(noise: str) -> None:
-    """Neither does a slower host: its GPU waits for it with any number of rows."""
+    """A host that is the limit moves no shares, even if it is slower than the others.
+
+    Its GPU waits for it with any number of rows.
+    """
     devices = [Device(5e-5, host_s=0.020), Device(5e-5, host_s=0.026)]
     for seed in SEEDS:
         assert train(devices, (64, 64), 1000, seed, NOISES[noise]).changes == 0

@@ -217,7 +217,10 @@ def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(na
 
 
 def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
-    """This includes a last batch with fewer rows than passes, which filler rows fill up."""
+    """Each row is computed once, even in a last batch with fewer rows than passes.
+
+    Filler rows fill up such a batch.
+    """
     (found,) = trainer_ranks(f"{PROGRAMS}.deal_passes")
     assert {rows for rows, _ in found} == set(range(9, 34))
     for rows, batches in found:

@@ -116,7 +116,7 @@ def test_a_slow_process_loses_rows_and_gets_them_back(proofs: Any) -> None:
 
 
 def test_a_group_of_which_one_rebalances_is_refused_in_every_process(proofs: Any) -> None:
-    """Otherwise that process would split batches differently."""
+    """A process that alone rebalances would split batches differently from the others."""
     said = (
         "RequestError: Rank 1 has rebalance=True, rank 0 has rebalance=False. Give every "
         "process the same."
@@ -317,7 +317,7 @@ TRAINED: dict[str, set[str]] = {"towers": {"xla"}, "group of 2": set()}
 
 @pytest.mark.parametrize(("engine", "trained"), TRAINED.items())
 def test_what_an_engine_cannot_do_is_refused(proofs: Any, engine: str, trained: set[str]) -> None:
-    """It is refused before the first step with a message and a hint; everything else runs."""
+    """The refusal comes before the first step with a message and a hint; everything else runs."""
     for process in proofs(engine):
         found = process["refusals"]
         assert {name for name, words in found.items() if not words} == trained
@@ -513,5 +513,5 @@ def test_devices_go_by_any_name_that_tensorflow_has_for_them(found: Any) -> None
 def test_what_a_split_would_do_otherwise_is_refused(
     found: Any, engine: str, case: str, says: str
 ) -> None:
-    """It is refused with a message, also for a layer inside a user's own layer."""
+    """The refusal has a message, also for a layer inside a user's own layer."""
     assert says in found[engine]["refusals"][case]

@@ -55,7 +55,7 @@ def test_no_code_that_tensorflow_writes_is_left(proofs: Any) -> None:
 
 
 def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
-    """All processes refuse them.
+    """All processes raise the error.
 
     Arrays are compared before the first step, datasets after the first batch or epoch with other
     labels.
@@ -78,7 +78,7 @@ def test_another_engine_than_the_measured_one_is_said(proofs: Any) -> None:
 
 
 def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
-    """It falls exactly when the whole batch's gradient overflows float16."""
+    """The loss scale falls exactly when the whole batch's gradient overflows float16."""
     first, second = (found["half"] for found in proofs("group"))
     many, one = first["scales"]
     assert first["apart"] < 0.02
@@ -110,7 +110,7 @@ def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_
 
 
 def test_a_process_that_fails_ends_the_others(keras_ranks: Callable[..., list[Any]]) -> None:
-    """Otherwise the others would wait for its sums forever, as the failed process doesn't exit."""
+    """A failed process ends the others, which would otherwise wait for its sums forever."""
     program = "tests.support.keras_group_programs.fail_in_one"
     first, second = keras_ranks(program, roles=("worker", "worker"))
     assert second["kind"] == "ValueError"

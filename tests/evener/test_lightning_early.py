@@ -67,7 +67,7 @@ def test_what_it_is_told_before_training_is_what_one_process_is_told(found: Any,
 def test_what_needs_a_whole_batch_is_exact_without_passes_and_refused_in_passes(
     found: Any, name: str
 ) -> None:
-    """It is tested with the learning rate finder, which uses the loss, and manual optimization."""
+    """The cases are the learning rate finder, which uses the loss, and manual optimization."""
     expected, whole, passes = found
     for rank in whole:
         assert_same(expected[name], rank[name])

@@ -630,7 +630,7 @@ def test_an_ended_process_leaves_no_file(folder: Path) -> None:
 
 
 def test_a_killed_process_is_not_read(folder: Path) -> None:
-    """It is ignored as a zombie and when it is gone."""
+    """A killed process is ignored as a zombie and when it is gone."""
     child = start("sleeps")
     assert [training.pid for training in read_trainings()] == [child.pid]
     os.kill(child.pid, signal.SIGKILL)

@@ -33,7 +33,10 @@ def grow(
 def test_no_pass_takes_more_than_what_may_be_used(
     fixed: float, per_row: float, rows: int, room: float, left: float, first_peak: float
 ) -> None:
-    """This holds even if the first peak was too high, as when a loss was checked."""
+    """No pass exceeds the memory, even if the first peak was too high.
+
+    A first peak is too high if it includes the check of a loss, for example.
+    """
     capacity = room * (fixed + per_row * rows)
     for more in grow(fixed, per_row, rows, capacity, left, first_peak)[1:]:
         assert fixed + per_row * more <= capacity * (1 - left) * (1 + 1e-9)

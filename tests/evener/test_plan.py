@@ -231,7 +231,7 @@ HUGE = {
     "key", ["batch", "index", "most", "tokens", "held_bytes", "peak_bytes", "micro"]
 )
 def test_a_number_that_no_training_has_is_refused_with_its_key(key: str, number: int) -> None:
-    """This holds in TOML, whose integers are unlimited here, and in JSON."""
+    """Absurd numbers are refused in TOML, whose integers are unlimited here, and in JSON."""
     share = {"device": '"b"', "batch": "6", key: str(number)}
     toml = "\n".join(f"{name} = {value}" for name, value in share.items())
     json_share = ", ".join(f'"{name}": {value}' for name, value in share.items())
@@ -326,7 +326,7 @@ def test_parts_of_state_that_are_no_whole_are_named(
 
 
 def test_a_device_may_hold_state_without_rows() -> None:
-    """Such a device takes part in training but gets no rows of any batch."""
+    """A device without rows takes part in training and holds state."""
     third = b'\n[[layout.share]]\ndevice = "cpu-2-of-3"\nbatch = 0\nstate = 0.5\n'
     text = SHARDED.replace(b"0.25", b"0.2").replace(b"0.75", b"0.3") + third
     plan = parse_plan(text)
@@ -363,7 +363,7 @@ def in_passes(*micros: int) -> PlanLayout:
 
 
 def test_a_plan_of_schema_1_is_read_as_one_pass_each_and_written_as_schema_2() -> None:
-    """This holds for old plans, and for journals that contain them in decoded form."""
+    """Old plans are upgraded, also those in journals, which hold them in decoded form."""
     assert to_toml(example()).startswith(
         b"schema = 2\n"
     )  # older versions refuse the file because of it

@@ -98,7 +98,7 @@ def test_a_launcher_is_known_by_the_ranks_that_it_has_started(
 def test_an_elastic_run_inside_is_not_evener_s(
     released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may use the same port, as in swift and LLaMA-Factory."""
+    """An elastic run within a program may use the same port, as in swift and LLaMA-Factory."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -124,7 +124,7 @@ def test_another_number_of_processes_starts_without_the_plan(
 def test_a_process_that_a_program_has_started_is_no_rank_of_evener_s(
     released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such processes, as in PyTorch's tutorials, inherit the first rank's variables."""
+    """Processes started as in PyTorch's tutorials inherit the first rank's variables."""
     monkeypatch.setattr("multiprocessing.parent_process", object)
     begin(init_method="tcp://localhost:12355", rank=1, world_size=2)
     assert not released.exists()

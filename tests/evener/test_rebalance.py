@@ -216,7 +216,7 @@ def test_noise_and_stalls_move_nothing() -> None:
 
 
 def test_a_slow_device_loses_rows_within_20_steps_and_gets_them_back() -> None:
-    """It is 40 % slower from step 200 until 76 s are over, at about step 570."""
+    """The device is 40 % slower from step 200 until 76 s are over, at about step 570."""
     _, run = trained(slower(1.4, 24.0, 76.0), 0.02, 1000)
     slowed, *later = run.changes
     assert 200 < slowed[0] <= 220

@@ -40,7 +40,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Share], list[RankInfo], list[int]]:
 def test_a_rank_finds_its_share_by_host_and_device(
     world: tuple[list[Share], list[RankInfo], list[int]],
 ) -> None:
-    """This holds for any order of ranks."""
+    """The share doesn't depend on the order of ranks."""
     shares, ranks, order = world
     assert order_shares(shares, ranks) == tuple(order)
 

@@ -46,7 +46,10 @@ def test_a_device_gets_samples_exactly_if_its_ratio_and_the_batch_allow(
 
 @given(st.integers(0, 10**9), st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
 def test_apportion_stays_within_one_sample_of_the_quota(extra: int, ratios: list[int]) -> None:
-    """This holds if each quota is at least one sample, so that none is rounded up to one."""
+    """Shares are within one sample of their quotas if each quota is at least one sample.
+
+    Then none is rounded up to one.
+    """
     total = sum(ratios)
     batch = total + extra
     quotas = [Fraction(batch * ratio, total) for ratio in ratios]

@@ -264,7 +264,7 @@ def test_an_audit_is_three_passes_and_only_the_very_first_pass_is_intercepted() 
 
 
 def test_all_rows_of_an_audit_are_on_the_device() -> None:
-    """This includes rows that are computed only to find the cause of a difference."""
+    """Rows that are computed only to find the cause of a difference are on the device, too."""
 
     class Training(SimpleNamespace):  # must support weak references
         pass
@@ -286,7 +286,7 @@ def test_an_audit_takes_the_memory_that_a_step_has_freed(monkeypatch: Any) -> No
 
 
 def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:
-    """Its numbers are the same for each row, whichever part it is in."""
+    """The generator's numbers are the same for each row, whichever part it is in."""
     model, known = Late(), KnownPasses()
     for model.draws in (False, False, True, True):
         found = audit_rows(model, classify, Points(45), default_collate, known)
@@ -308,7 +308,7 @@ def test_sums_of_a_small_gradient_are_the_same_beside_others() -> None:
 
 
 def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:
-    """This happens on a GPU without memory for all of them."""
+    """Gradients are freed one by one on a GPU without memory for all of them."""
     torch.manual_seed(0)
     rows = torch.randn(6, 300)
     tied = nn.Linear(300, 300)

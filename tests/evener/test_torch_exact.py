@@ -172,7 +172,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
 
 
 def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> None:
-    """Such statistics come from update_bn for averaged weights."""
+    """Statistics of a rank's own rows come from update_bn for averaged weights."""
     model, loader = torch.nn.BatchNorm1d(5).double(), one_rank_of_two.loader(programs.data(24))
     with pytest.warns(UserWarning, match="update_bn takes statistics of this rank's rows"):
         torch.optim.swa_utils.update_bn(loader, model)

@@ -46,7 +46,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_batch_that_one_rank_leaves_out_is_found_soon(
     find: Callable[..., Any], step: int, found_in: int | None
 ) -> None:
-    """It isn't found if it is the first one, or among the last."""
+    """A batch isn't found if it is the first one, or among the last."""
     found = find(lambda rank, now: (0.0, ZERO) if (rank, now) == (1, step) else (2.0, USUAL))
     assert found == (None if found_in is None else (found_in, (step, [1])))
 

@@ -98,7 +98,7 @@ def test_a_pass_fits_in_memory() -> None:
 
 
 def test_a_loop_without_parts_trains_where_every_batch_is_one_pass() -> None:
-    """Such a loop works if ratios give one pass per batch.
+    """A loop without parts works if ratios give one pass per batch.
 
     If batches may have passes, the first batch is refused, even if it has only one.
     """

@@ -45,7 +45,7 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 def test_trainers_measure_it_too(
     trainer_ranks: Callable[..., list[Any]], trainer: str, library: str
 ) -> None:
-    """They measure it with a batch at a time, and when two are accumulated.
+    """Trainers measure the noise scale batch by batch, and when two batches are accumulated.
 
     Weights are bitwise equal to those without it, also with accelerate.
     """

@@ -81,7 +81,7 @@ def test_a_step_is_own_work_then_waiting_and_the_input_lies_before() -> None:
 
 
 def test_what_a_rank_waits_for_within_a_pass_is_no_own_work() -> None:
-    """Such waits are in FSDP's layers; after the last gradient they aren't part of the pass."""
+    """FSDP's layers have waits within a pass; after the last gradient they aren't part of it."""
     step = last("fb1w2o3w4ogew7ou5df")
     assert (step.own_work_s, step.waiting_s) == (1 + 3, 2 + 4)
     assert step.between_s == 7
@@ -582,7 +582,7 @@ def sums_of(timer: StepTimer) -> StepSums:
 
 
 def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
-    """This includes the time between two loops, and of a batch whose gradients are kept."""
+    """The sums include the time between two loops, and of a batch whose gradients are kept."""
     step = sums("b3g2e4u5d1f6b3g2e4u5d1f6")
     assert (step.steps, step.input_s, step.own_work_s, step.meeting_s) == (2, 1 + 6, 6, 4)
     assert (step.update_s, step.between_s) == (8 + 10, 2), "clipping belongs to the update"
@@ -592,7 +592,7 @@ def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
 
 
 def test_a_validation_is_told_from_what_follows_it() -> None:
-    """Its batches start 2 s apart; the last one and what follows count as between steps."""
+    """Validation batches start 2 s apart; the last one and what follows count as between steps."""
     assert sums("b3g2eud1v2v2v3f").validation_s == 4
     assert sums("b3g2eud1v2v2v3f").between_s == 1 + 3
     apart = sums("b3g2eud1fp1v2v2v3b3g2eud1f")

@@ -128,7 +128,7 @@ def test_what_cannot_be_cut_is_named(batch: Any, named: str) -> None:
 
 
 def test_one_device_learns_by_parts_what_it_learns_at_once(split: Split) -> None:
-    """This includes a short last batch, and the mean loss of each batch."""
+    """Weights and mean losses are the same, even with a short last batch."""
     one, many = torch.nn.Linear(3, 1).double(), torch.nn.Linear(3, 1).double()
     many.load_state_dict(one.state_dict())
     model = split.wrap(many)
@@ -186,9 +186,9 @@ def test_a_loop_without_parts_is_refused_before_it_learns(split: Split) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "total", "loss", "gather", "scale", "parts"])
 def test_what_all_ranks_do_together_is_refused_inside_parts(split: Split, name: str) -> None:
-    """It is refused before any rank waits, even without passes on this rank.
+    """Collectives within parts are refused before any rank waits, even without passes here.
 
-    After the parts it works again.
+    After the parts they work again.
     """
     batch = next(iter(split.loader(ROWS)))
     calls: dict[str, Any] = {
@@ -241,7 +241,7 @@ def test_parts_of_no_batch_are_refused(split: Split) -> None:
 
 
 def test_statistics_over_a_pass_are_said(split: Split) -> None:
-    """This holds even on one device, where only the passes differ from plain training."""
+    """Statistics per pass are reported even on one device, where nothing else differs."""
     with pytest.warns(
         UserWarning, match=r"Batch normalization sees one pass of 3 rows, not the whole share\."
     ):
@@ -326,7 +326,7 @@ def test_a_model_whose_gradients_another_library_exchanges_is_refused(
 
 
 def test_gradients_are_exchanged_in_the_last_pass_only(one_rank_of_two: Split) -> None:
-    """This holds for all wrapped models, or the given ones; an outer no_sync has priority."""
+    """All wrapped models, or the given ones, exchange in the last pass; an outer no_sync wins."""
     split = one_rank_of_two
     models = [split.wrap(torch.nn.Linear(3, 1).double()) for _ in range(2)]
     batch = next(iter(split.loader(ROWS)))

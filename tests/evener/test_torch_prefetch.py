@@ -69,7 +69,7 @@ def test_a_batch_at_once_is_what_row_by_row_gives(dataset: Any) -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_data_set_that_says_so_is_given_a_tensor(workers: int) -> None:
-    """It returns the loop's batch, also in worker processes; `collate_fn` may change it."""
+    """The data set returns whole batches, also in workers; `collate_fn` may change them."""
     rows = list(sampler().batches())
     options = {"num_workers": workers}
     for batch, expected in zip(Fetch(Annotated(), sampler(), options, False), rows, strict=True):

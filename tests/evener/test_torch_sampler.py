@@ -246,7 +246,7 @@ def test_a_split_goes_on_in_all_its_loaders_under_other_shares(taken: int) -> No
 
 
 def test_an_iterator_takes_nothing_before_its_first_batch() -> None:
-    """This also holds after a state was loaded; the length always is that of a whole epoch."""
+    """The same holds after a state was loaded; the length always is that of a whole epoch."""
     loader = Heard().loader(45, [8])
     first = [batch.tolist() for batch in loader]
     loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 24})
@@ -303,7 +303,7 @@ def drawn(order: Any, length: int = 20, seed: int = 0) -> RowOrder:
 
 
 def test_an_order_is_the_same_for_every_rank_and_another_in_each_epoch() -> None:
-    """It doesn't depend on a rank's random state, and doesn't change it."""
+    """The order doesn't depend on a rank's random state, which it doesn't change."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     for sampler in (

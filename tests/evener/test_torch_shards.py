@@ -112,7 +112,7 @@ def test_other_numbers_of_ranks_do_too(others: dict[int, list[Any]], world: int,
 def test_a_rank_without_rows_soon_computes_nothing(
     trained: list[Any], others: dict[int, list[Any]], name: str
 ) -> None:
-    """It computes a filler row until two passes are equal.
+    """A rank without rows computes a filler row only until two passes are equal.
 
     The first one gathers units in another order.
     """
@@ -243,7 +243,7 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
 
 
 def test_blocks_and_what_is_as_large_are_units() -> None:
-    """These are the default units; a tied layer belongs to the model's own unit."""
+    """Blocks and equally large layers are units; a tied layer belongs to the model's own unit."""
     model = programs.make_model(programs.ShardCase())
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.head = torch.nn.Linear(programs.WIDTH, 100)
@@ -303,7 +303,7 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
-    """It holds its part of parameters, gradients and momentum, and the gathered units.
+    """A rank holds its part of parameters, gradients and momentum, and the gathered units.
 
     At most, two of three units have their gradients.
     """

@@ -70,7 +70,7 @@ def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
     "dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64]
 )
 def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
-    """This includes the last element in any memory format.
+    """A change of the last element is seen in any memory format.
 
     Non-numeric or ignored buffers don't count.
     """
@@ -147,7 +147,7 @@ GPUS = {"GPU-a": 0, "GPU-b": 1}
 def test_a_rank_gets_its_plans_device(
     device: str | None, local_rank: int, gpus: dict[str, int], expected: str
 ) -> None:
-    """It is found by UUID if it is here, else by local rank."""
+    """The device is found by its UUID if it is here, else by the local rank."""
     share = None if device is None else Share(device, 0, "a device", 4, 0.5)
     assert str(choose_device(share, ProcessRank(local_rank, 2, local_rank), gpus)) == expected
 
@@ -243,7 +243,7 @@ def test_what_torchrun_would_have_set_is_named(
 
 
 def test_a_validation_inside_a_step_leaves_the_steps_rows_and_weights() -> None:
-    """This holds for a finished or interrupted validation, one of whose batches may be current."""
+    """A finished or interrupted validation doesn't affect the step, even within a batch of it."""
     split = Split(plan((0, 8)))
     for _ in split.loader(ROWS, shuffle=False):
         rows, held_out = split.rows, split.loader(ROWS, shuffle=False, training=False)
@@ -522,7 +522,7 @@ def test_every_precision_keeps_the_ranks_equal_and_near_float32(
 
 @pytest.mark.slow
 def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]]) -> None:
-    """Both halve the loss scale once and continue, also in passes."""
+    """Both ranks halve the loss scale once and continue, also in passes."""
     for mode in ("float16", "float16 in passes"):
         assert ended[0][mode]["scale"] == ended[1][mode]["scale"] == 2.0**15
 
@@ -651,7 +651,7 @@ print("listens")
 
 
 def test_ctrl_c_is_heard_after_calls_that_could_not_listen() -> None:
-    """Those calls were off the main thread, or while another library handled it."""
+    """The earlier calls were off the main thread, or while another library handled Ctrl-C."""
     ended = subprocess.run(
         [sys.executable, "-c", REFUSED_FIRST], capture_output=True, text=True, timeout=60
     )

@@ -46,7 +46,7 @@ def test_a_store_over_hosts_listens_on_its_address_alone() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.4", "localhost"])
 def test_a_store_of_a_program_listens_on_its_address_alone(host: str, replaced: None) -> None:
-    """Its arguments are given in either way; a second store of the process shares the port."""
+    """The address is passed in either way; a second store of the process shares the port."""
     before = list_listeners(os.getpid())
     store = dist.TCPStore(host, 0, is_master=True, timeout=TIME, multi_tenant=True)
     assert find_new(before) == {"127.0.0.4" if host == "127.0.0.4" else "127.0.0.1"}

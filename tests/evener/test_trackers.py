@@ -116,7 +116,7 @@ def test_a_tracker_gets_own_work_and_shares_of_every_rank(by_plan: list[Any], tr
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["Trainer", "Lightning", "loop"])
 def test_a_training_without_a_plan_has_its_own_figures(alone: Any, trainer: str) -> None:
-    """All have samples/s, and trainers also the parts of a step."""
+    """All training runs log samples/s, and trainers also the parts of a step."""
     logged = alone[0][trainer]
     found = _last(logged["logs"])
     assert found["samples_per_second"] > 0

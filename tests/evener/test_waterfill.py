@@ -85,7 +85,7 @@ def test_a_free_batch_is_solved_to_a_sample(
 def test_the_smallest_batch_reaches_its_rate(
     some: list[DeviceCurve], base: float, part: float
 ) -> None:
-    """It reaches the throughput, and is no larger than the fastest layout's batch."""
+    """The batch reaches the throughput, and is no larger than the fastest layout's."""
     cost = costs(len(some), base, 0.1)
     fastest = waterfill.split_free(some, cost)
     assert fastest is not None
@@ -207,7 +207,7 @@ def test_one_device_that_holds_less_than_a_quantum_has_no_batch() -> None:
 @settings(max_examples=30, deadline=None)
 @given(device_curves(), st.integers(2, 20), st.sampled_from([1, 2]))
 def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quantum: int) -> None:
-    """It has whole quanta and is no slower than a batch of the cap itself."""
+    """A capped batch has whole quanta and is no slower than a batch of the cap itself."""
     cost = costs(len(some), 0.5, 0.1)
     found = waterfill.split_free(some, cost, quantum, cap)
     whole = waterfill.split_fixed(some, cost, cap // quantum * quantum, quantum)
@@ -222,7 +222,10 @@ def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quan
 
 @pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 387), (200, 64)])
 def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: int) -> None:
-    """They stay unique and in order with the first and the last, to speed up free batches."""
+    """Finish times stay unique and in order, with the first and the last.
+
+    Thinning speeds up the search for a free batch.
+    """
     steps = range(1, 16)
     bent = [
         Curve(tuple(map(float, steps)), tuple(n + i / 1000 for n in steps), 1.0)

@@ -72,7 +72,7 @@ DISTRUSTED = [pytest.param(somebodys, marks=root_only), group_writable, world_wr
 def test_a_journal_of_somebody_else_is_not_believed(
     spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It isn't shown, resumed or exported.
+    """Another user's journal isn't shown, resumed or exported.
 
     The list gives the reason and still has the other runs.
     """
@@ -90,7 +90,7 @@ def test_a_journal_of_somebody_else_is_not_believed(
 
 @pytest.mark.parametrize("spoil", DISTRUSTED)
 def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], None]) -> None:
-    """It is used neither for runs nor for locks."""
+    """Another user's state folder is used neither for runs nor for locks."""
     spoil(state_folder())
     with pytest.raises(RequestError, match="not trusted"):
         Session(open_run(SIMULATED))

@@ -138,7 +138,7 @@ def poisoned_run() -> str:
 def test_a_journal_is_printed_plain(
     poisoned_run: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is plain as a table, as JSON, as TOML, and in the error when it is resumed."""
+    """An evil journal is plain as a table, as JSON, as TOML, and in the error of resuming it."""
     run([part.replace("{}", poisoned_run) for part in arguments])
     output = capsys.readouterr()
     is_harmless(output.out)
@@ -195,7 +195,10 @@ def test_an_evil_plan_s_faults_are_plain(
 def test_a_simulated_device_s_name_is_plain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is plain in the list, a search's table, its plan, and the monitor, as text and JSON."""
+    """The name is plain in the list, a search's table, its plan, and the monitor.
+
+    The output is text or JSON.
+    """
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
     plan = tmp_path / f"{EVIL}.toml".replace("/", "")

@@ -172,7 +172,7 @@ def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
 
 
 def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: Path) -> None:
-    """It is refused before anything starts.
+    """The script is refused before anything starts.
 
     A script that imports both frameworks, or is broken, is left to Python.
     """

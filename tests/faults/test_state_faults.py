@@ -84,7 +84,7 @@ def test_a_disk_without_room_for_a_lock_is_one_sentence(
 def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays readable meanwhile, also after the training run restarted on the full disk."""
+    """The journal stays readable meanwhile, also after the run restarted on the full disk."""
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
     record = LiveRecord("torch", "train.py", 100.0, 0, 1e9, ())

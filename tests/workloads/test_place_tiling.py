@@ -75,7 +75,7 @@ def whole_and_tiled(
 def test_any_size_gives_the_whole_images_output_and_gradients(
     height: int, width: int, seed: int
 ) -> None:
-    """Both are equal up to float64 rounding for any height and width."""
+    """Tiled and whole results are equal up to float64 rounding for any height and width."""
     for found, expected in whole_and_tiled(seed_layers, height, width, torch.float64, seed):
         assert relative(found, expected) < 1e-11
 

@@ -49,7 +49,7 @@ def test_a_step_takes_at_least_its_time() -> None:
 
 
 def test_it_holds_the_memory_of_its_shares() -> None:
-    """It allocates base + per sample x share bytes per device, and none for one left out."""
+    """The workload allocates base + per sample x share bytes on each device that has a share."""
     workload = make(WorkerSetup(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
     workload.prepare((4, 0))
     assert workload.max_memory_bytes() == (3 << 20, 0)
@@ -66,7 +66,7 @@ def test_over_the_devices_limit_is_a_memory_error() -> None:
 
 
 def test_it_raises_at_its_share_and_step_only() -> None:
-    """It works below `at_share` and before `at_step`."""
+    """The workload works below `at_share` and before `at_step`."""
     workload = make(base_ms=0.1, fail="raise", at_share=8, at_step=1)
     workload.prepare((7,))
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_it_dies_on_request(settings: tuple[str, ...], code: int) -> None:
 
 
 def test_it_prints_garbage_on_request() -> None:
-    """It prints garbage, which is no message, and continues."""
+    """The workload prints garbage, which is no message, and continues."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, "fail=garbage"], capture_output=True, timeout=60
     )
