@@ -16,13 +16,13 @@ AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
 def loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders from which a training fetches its batches."""
+    """Return the loaders from which a training run fetches its batches."""
     found: list[Any] = fit_loop._combined_loader.flattened
     return found
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a training's loaders with a single loader, before any batch is fetched."""
+    """Replace a training run's loaders with a single loader, before any batch is fetched."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)

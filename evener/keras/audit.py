@@ -294,7 +294,7 @@ class StepAudit:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
 
     def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
-        """Return the `rows` rows of each tensor, of which every process gives its share's."""
+        """Return `rows` rows of each tensor, gathered from the shares of all processes."""
         cut, rank = self._engine.cut, self._group.rank
         start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
         sent = [_as_number(pad_rows(leaf[:size], start, rows)) for leaf in leaves]

@@ -23,7 +23,10 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """One process's rows of a global batch: at least one row, of which `size` count."""
+    """One process's rows of a global batch.
+
+    There is at least one row; only the first `size` of them count.
+    """
 
     data: Tensors
     size: Any  # number of these rows that count

@@ -292,7 +292,7 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the final shares as a plan beside the training journal.
+    """Save the final shares as a plan next to the training journal.
 
     Return its path, or None if the program wasn't trained by shares.
     """

@@ -343,7 +343,7 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
 
 
 def save_summary(summary: TrainingSummary) -> None:
-    """Write the summary beside the training journal, as JSON and as text.
+    """Write the summary next to the training journal, as JSON and as text.
 
     Without a journal, do nothing. A full disk is ignored.
     """

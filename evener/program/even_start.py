@@ -36,7 +36,7 @@ class RankStart(msgspec.Struct):
 
 
 class EvenStart:
-    """Begins a training with even shares, and ends them after the first audits.
+    """Begins a training run with even shares, and ends them after the first audits.
 
     `exchange` gathers a RankStart from every rank. At the end, `leave` is called on every rank, or
     `stay` with the reason why shares have to stay even.

@@ -257,10 +257,10 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides when to audit a training, and what to do after each audit.
+    """Decides when to audit a training run, and what to do after each audit.
 
-    With `evens` (`evener run`), shares become equal for the rest of the training if gradients
-    differ. Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
+    With `evens` (`evener run`), shares become equal for the rest of the run if gradients differ.
+    Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:

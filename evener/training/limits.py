@@ -120,7 +120,7 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit of a training, with a remedy and its expected gain.
+    """One limit of a training run's speed, with a remedy and its expected gain.
 
     Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute time
     (own work) and parts under 5 %. Gains are relative to the current samples/s: 0.5 is 50 % more.

@@ -84,7 +84,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """The step time of a training, its parts by rank, and what limits the steps."""
+    """The step time of a training run, its parts by rank, and what limits the steps."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts

@@ -38,7 +38,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class ProcessRank(msgspec.Struct, frozen=True):
-    """A process's rank among the `world` processes of a training, and its rank on its machine."""
+    """A process's rank among the `world` processes of a training run, and on its machine."""
 
     rank: int
     world: int
