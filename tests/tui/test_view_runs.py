@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -98,6 +98,7 @@ def test_a_training_lists_its_cards_and_no_probes() -> None:
     assert " 0 " not in row
 
 
+@example("0/", 3)
 @given(st.text(min_size=1), st.integers(2, 60))
 def test_a_path_is_cut_in_front(name: str, most: int) -> None:
     """Its end says which file it is."""

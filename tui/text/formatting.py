@@ -132,5 +132,5 @@ def cut_path(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     kept = text[len(text) - most + 1 :]
-    folder, slash, rest = kept.partition("/")
-    return "…" + (slash + rest if rest else folder)
+    _, slash, rest = kept.partition("/")
+    return "…" + (slash + rest if rest else kept)
