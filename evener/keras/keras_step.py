@@ -76,10 +76,10 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the type of a tensor or array, with any number of rows."""
+    """Return the type of a tensor or array, with any number of rows; a scalar's type is its own."""
     if leaf is None:
         return None
-    shape = [None, *leaf.shape[1:]]
+    shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
     if isinstance(leaf, tf.SparseTensor):
         return tf.SparseTensorSpec(shape, leaf.dtype)
     if isinstance(leaf, tf.RaggedTensor):
