@@ -22,14 +22,14 @@ def _classes(net: Net, batch: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 def _diffusion(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Noise and time steps are drawn for each row."""
+    """Draw noise and time steps for each row."""
     x = batch["x"]
     noise, time = torch.randn_like(x), torch.rand(len(x), 1, dtype=x.dtype)
     return F.mse_loss(net((1 - time) * x + time * noise), noise[:, :3])
 
 
 def _autoencoder(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """A variational autoencoder: the error, and the divergence as a mean over rows."""
+    """Return a variational autoencoder's loss: the error plus the mean divergence of rows."""
     mean, log_variance, _ = net(batch["x"]).unbind(1)
     drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp())
@@ -37,26 +37,26 @@ def _autoencoder(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _penalty(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """A penalty on the gradient with respect to the inputs, row by row."""
+    """Return a penalty on each row's gradient with respect to the inputs."""
     x = batch["x"].detach().requires_grad_()
     (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     return _classes(net, batch) + 0.1 * slope.square().sum(1).mean()
 
 
 def _triplet(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """The three inputs come from one row."""
+    """Take the three inputs of a triplet from one row."""
     return F.triplet_margin_loss(net(batch["x"]), net(batch["other"]), net(batch["x"].flip(1)))
 
 
 def _taught(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """The targets are detached outputs of the same network."""
+    """Use detached outputs of the same network as targets."""
     with torch.no_grad():
         soft = net(batch["other"]).softmax(-1)
     return F.kl_div(net(batch["x"]).log_softmax(-1), soft, reduction="batchmean")
 
 
 def _mixture(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Three Gaussians with a width."""
+    """Return the negative log-likelihood under a mixture of three Gaussians."""
     centres = net(batch["x"])
     return -torch.logsumexp(-0.5 * (centres - batch["targets"][:, :1]).square(), 1).mean()
 

@@ -1,6 +1,7 @@
-"""Families of hard machines by the duration of their steps.
+"""Families of hard machines that differ in their step times.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
+A family's docstring has the ranges it draws from, and the names of the machine files in
+tests/balancer/search/machines that it includes.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ JAGS = (
 
 
 def default(_chance: random.Random, _draft: Draft) -> None:
-    """As drawn."""
+    """Change nothing."""
 
 
 def waves(width: int, chance: random.Random, draft: Draft) -> None:
-    """Each further `width` samples take 0.2 to 1.4 ms each more, at once: waves,
-    stairs_as_contention.
+    """Add 0.2 to 1.4 ms per sample in steps of `width` samples.
+
+    Includes waves and stairs_as_contention.
     """
     rise, lean = width * log_uniform(chance, 0.2, 1.4), chance.uniform(0, 0.02)
     base = chance.choice((0.0, log_uniform(chance, 5, 50), log_uniform(chance, 5, 50)))
@@ -65,8 +67,9 @@ def waves(width: int, chance: random.Random, draft: Draft) -> None:
 
 
 def kernel(sign: int, chance: random.Random, draft: Draft) -> None:
-    """From a batch of 32 to 256 on another kernel, 3 to 10 % slower or 8 to 30 % faster:
-    kernel_switch.
+    """Use another kernel above 32 to 256 samples, 3 to 10 % slower or 8 to 30 % faster.
+
+    Includes kernel_switch.
     """
     last, jump = (
         chance.choice((32, 64, 64, 128, 256)),
@@ -80,10 +83,10 @@ def kernel(sign: int, chance: random.Random, draft: Draft) -> None:
 
 
 def falling(chance: random.Random, draft: Draft) -> None:
-    """The slope becomes 1.15 to 1.9 times as steep at 24 to 800 samples, in half of them after a
-    jump of 3 to 15 %.
+    """Make the slope 1.15 to 1.9 times as steep above 24 to 800 samples.
 
-    1 to 3 devices, or the card of falling_samples, whose slope becomes 2.5 times as steep.
+    Half of the machines also have a jump of 3 to 15 % there. They have 1 to 3 devices; the card of
+    falling_samples, whose slope becomes 2.5 times as steep, is included.
     """
     draft.modes = ("free",)
     redraw(chance, draft, chance.randint(1, 3))
@@ -106,19 +109,23 @@ def falling(chance: random.Random, draft: Draft) -> None:
 
 
 def falling_fixed(chance: random.Random, draft: Draft) -> None:
-    """The same with a fixed batch, which two passes may train faster than one."""
+    """Use the machines of `falling` with a fixed batch.
+
+    Two passes may train such a batch faster than one.
+    """
     falling(chance, draft)
     draft.modes = ("fixed",)
 
 
 def convex(chance: random.Random, draft: Draft) -> None:
-    """A sample costs more, the more there are: the power 1.02 to 1.1 of the batch."""
+    """Raise the batch to the power 1.02 to 1.1, so that each further sample costs more."""
     _power(chance.uniform(1.02, 1.1), draft)
 
 
 def concave(chance: random.Random, draft: Draft) -> None:
-    """Samples/s rise to the end: the power 0.6 to 0.9; the others hold a twentieth to a half:
-    rest_point_unused.
+    """Raise the batch to the power 0.6 to 0.9, so that samples/s rise to the end.
+
+    The other devices hold a twentieth to a half. Includes rest_point_unused.
     """
     for part in draft.parts[1:]:
         part.most = max(16, round(draft.parts[0].most * log_uniform(chance, 0.05, 0.5)))
@@ -133,7 +140,9 @@ def _power(power: float, draft: Draft) -> None:
 
 
 def knee(chance: random.Random, draft: Draft, longest: float = 2000) -> None:
-    """30 ms to 2 s up to 32 to 1,000, then 0.5 to 2.5 times their part of it: flat_slow_steps,
+    """Keep steps at 30 ms to 2 s up to 32 to 1,000 samples, then let them rise.
+
+    The slope is 0.5 to 2.5 times that of a line to the knee. Includes flat_slow_steps and
     flat_then_steep.
     """
     level, knee, steep = (
@@ -151,33 +160,39 @@ def knee(chance: random.Random, draft: Draft, longest: float = 2000) -> None:
 
 
 def stall(chance: random.Random, draft: Draft) -> None:
-    """Steps last a multiple of a 3rd to a 20th of the longest one."""
+    """Round step times to multiples of a third to a twentieth of the longest one."""
     longest = max(part.fixed + part.slope * part.most for part in draft.parts)
     for part in draft.parts:
         part.keys["stall_ms"] = longest / chance.uniform(3, 20)
 
 
 def jagged(chance: random.Random, draft: Draft) -> None:
-    """Times up to 15 % over or under a line at 22 batches; a tolerance of 2 or 5 %."""
+    """Move times up to 15 % off a line at 22 batches, with a tolerance of 2 or 5 %."""
     draft.ask["tolerance"] = chance.choice((0.02, 0.05))
     for part in draft.parts:
         part.curve = tuple((b, t * chance.uniform(0.85, 1.15)) for b, t in line_points(part, JAGS))
 
 
 def tiny_steps(chance: random.Random, draft: Draft) -> None:
-    """Steps of 0.05 to 2 ms beside what samples add, which vary by 2 to 6 %."""
+    """Use fixed times of 0.05 to 2 ms per step, which vary by 2 to 6 %."""
     roughen(chance, draft)
     scale(draft, (0.05, 2), (0.001, 0.02), chance)
     draft.sync = Sync(log_uniform(chance, 0.01, 1), log_uniform(chance, 0.001, 0.1))
 
 
 def huge_steps(chance: random.Random, draft: Draft) -> None:
-    """0.1 to 3 s and 2 to 30 ms a sample; up to 3,000 fit: larger_budget_worse."""
+    """Use fixed times of 0.1 to 3 s, and 2 to 30 ms per sample; up to 3,000 samples fit.
+
+    Includes larger_budget_worse.
+    """
     scale(draft, (100, 3000), (2, 30), chance)
 
 
 def large_only(chance: random.Random, draft: Draft) -> None:
-    """Flat to 500 to 5,000 samples, of up to 30,000 that fit: small batches are no use."""
+    """Keep steps flat up to 500 to 5,000 samples, so that small batches are useless.
+
+    Up to 30,000 samples fit.
+    """
     knee, level = log_uniform(chance, 500, 5000), log_uniform(chance, 20, 200)
     for part in draft.parts:
         part.most, part.each_mib = round(knee * log_uniform(chance, 1.2, 6)), chance.uniform(0.1, 1)

@@ -1,6 +1,7 @@
-"""Families of hard machines by their devices, their memory and the request.
+"""Families of hard machines that differ in their devices, memory and request.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
+A family's docstring has the ranges it draws from, and the names of the machine files in
+tests/balancer/search/machines that it includes.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from tests.support.machine_drafts import (
 
 
 def unequal(chance: random.Random, draft: Draft) -> None:
-    """One device 5 to 20 times as slow; steps vary by 2 to 6 %."""
+    """Make one device 5 to 20 times as slow; steps vary by 2 to 6 %."""
     _slow_down(chance.choice(draft.parts), chance.uniform(5, 20))
     roughen(chance, draft)
 
 
 def useless(chance: random.Random, draft: Draft) -> None:
-    """One more, 20 to 70 times as slow; in a quarter of them steps are flat, of 20 to 200 ms:
-    slow_third_device.
+    """Add a device that is 20 to 70 times as slow.
+
+    On a quarter of the machines, steps are flat at 20 to 200 ms. Includes slow_third_device.
     """
     if chance.random() < 0.25:
         level, knee = log_uniform(chance, 20, 200), round(log_uniform(chance, 32, 128))
@@ -47,18 +49,19 @@ def _slow_down(part: Part, factor: float) -> None:
 
 
 def equal(chance: random.Random, draft: Draft) -> None:
-    """2 to 8 devices of one kind."""
+    """Use 2, 4 or 8 devices of one kind."""
     draft.parts = [draft.parts[0]] * chance.choice((2, 4, 8))
 
 
 def mixed_many(chance: random.Random, draft: Draft) -> None:
-    """5 to 8 devices."""
+    """Use 5 to 8 different devices."""
     redraw(chance, draft, chance.randint(5, 8))
 
 
 def hosts(chance: random.Random, draft: Draft) -> None:
-    """2 to 5 hosts of one or two devices, 1 to 100 ms between them; a third are of equal ones:
-    crash_four_hosts.
+    """Use 2 to 5 hosts with one or two devices each, 1 to 100 ms apart.
+
+    On a third of the machines all devices are equal. Includes crash_four_hosts.
     """
     hosts, each = chance.randint(2, 5), chance.choice((1, 1, 2))
     redraw(chance, draft, hosts * each)
@@ -71,27 +74,28 @@ def hosts(chance: random.Random, draft: Draft) -> None:
 
 
 def sync_grows(chance: random.Random, draft: Draft) -> None:
-    """3 to 6 devices; each further one costs a tenth of the longest step to all of it."""
+    """Use 3 to 6 devices; each further one costs a tenth of the longest step to all of it."""
     redraw(chance, draft, chance.randint(3, 6))
     longest = max(part.fixed + part.slope * part.most for part in draft.parts)
     draft.sync = Sync(draft.sync.base_ms, longest * log_uniform(chance, 0.1, 1))
 
 
 def sync_base(chance: random.Random, draft: Draft) -> None:
-    """Two and more devices pay a tenth to twice the longest step."""
+    """Let two or more devices pay a tenth to twice the longest step for synchronization."""
     longest = max(part.fixed + part.slope * part.most for part in draft.parts)
     draft.sync = Sync(longest * log_uniform(chance, 0.1, 2), draft.sync.per_device_ms)
 
 
 def contention(chance: random.Random, draft: Draft) -> None:
-    """3 to 80 % slower while the others work."""
+    """Slow devices down by 3 to 80 % while the others work."""
     for part in draft.parts:
         part.keys["contention"] = log_uniform(chance, 0.03, 0.8)
 
 
 def memory_bend(chance: random.Random, draft: Draft) -> None:
-    """A workspace of 50 to 300 samples' memory comes at a third to all of what fits, within it or
-    not: workspace.
+    """Add a workspace of 50 to 300 samples' memory at a third to all of what fits.
+
+    The workspace may or may not fit. Includes workspace.
     """
     for part in draft.parts:
         size, at = (
@@ -109,7 +113,7 @@ def memory_bend(chance: random.Random, draft: Draft) -> None:
 
 
 def small_memory(chance: random.Random, draft: Draft) -> None:
-    """1 to 14 samples fit: fourteen_fit."""
+    """Let only 1 to 14 samples fit; includes fourteen_fit."""
     alike, most = chance.random() < 0.7, chance.randint(1, 14)
     for part in draft.parts:
         part.most, part.each_mib = (
@@ -120,7 +124,10 @@ def small_memory(chance: random.Random, draft: Draft) -> None:
 
 
 def quantum(chance: random.Random, draft: Draft) -> None:
-    """Shares are multiples of 8, 16, 32 or 64; 1 to 30 fit; a step costs 0.5 to 8 of them more."""
+    """Let shares be multiples of 8, 16, 32 or 64, of which 1 to 30 fit.
+
+    A step's fixed part costs 0.5 to 8 multiples.
+    """
     draft.ask["quantum"] = quantum = chance.choice((8, 16, 32, 64))
     for part in draft.parts:
         part.most, part.each_mib = (
@@ -131,8 +138,9 @@ def quantum(chance: random.Random, draft: Draft) -> None:
 
 
 def passes(overhead: float | None, chance: random.Random, draft: Draft) -> None:
-    """Batches beyond memory; a further pass costs a step's fixed part, or 0.05 to 0.3 or 1 to 6
-    times that.
+    """Ask for batches beyond memory.
+
+    A further pass costs a step's fixed part, or 0.05 to 0.3 or 1 to 6 times that.
     """
     scale(draft, (10, 300), (0.3, 6), chance)
     draft.modes = ("beyond",)
@@ -142,7 +150,10 @@ def passes(overhead: float | None, chance: random.Random, draft: Draft) -> None:
 
 
 def micro_off(chance: random.Random, draft: Draft) -> None:
-    """No passes; one device holds a 30th to a half of the others; steps vary by 2 to 6 %."""
+    """Allow no passes; one device holds a thirtieth to a half of the others.
+
+    Steps vary by 2 to 6 %.
+    """
     roughen(chance, draft)
     draft.ask["micro"], draft.modes = False, ("fixed",)
     small = chance.choice(draft.parts)
@@ -150,18 +161,18 @@ def micro_off(chance: random.Random, draft: Draft) -> None:
 
 
 def odd_batch(_chance: random.Random, draft: Draft) -> None:
-    """Two odd batches."""
+    """Ask for two odd batches."""
     draft.modes = ("odd", "odd too")
 
 
 def tolerance(tolerance: float, chance: random.Random, draft: Draft) -> None:
-    """A free batch; this tolerance; steps vary by 2 to 6 %."""
+    """Ask for a free batch with this tolerance; steps vary by 2 to 6 %."""
     draft.ask["tolerance"], draft.modes = tolerance, ("free",)
     roughen(chance, draft)
 
 
 def max_batch(chance: random.Random, draft: Draft) -> None:
-    """A largest global batch of a 30th to a half of what fits; steps vary by 2 to 6 %."""
+    """Limit the global batch to a thirtieth to a half of what fits; steps vary by 2 to 6 %."""
     draft.ask["most"] = max(
         8, round(sum(part.most for part in draft.parts) * log_uniform(chance, 0.03, 0.5))
     )
@@ -170,8 +181,9 @@ def max_batch(chance: random.Random, draft: Draft) -> None:
 
 
 def slow_start(chance: random.Random, draft: Draft) -> None:
-    """Starts of 0.2, 3, 5 or 12 s, budgets of 20 to 120 s; 3 in 4 have a knee at up to 300 ms:
-    flat_then_steep.
+    """Use start times of 0.2, 3, 5 or 12 s, and budgets of 20 to 120 s.
+
+    Three in four machines have a knee at up to 300 ms. Includes flat_then_steep.
     """
     if chance.random() < 0.75:
         knee(chance, draft, 300)

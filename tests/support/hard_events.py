@@ -1,6 +1,7 @@
-"""Families of hard machines by their noise and by the events on them.
+"""Families of hard machines that differ in their noise and events.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
+A family's docstring has the ranges it draws from, and the names of the machine files in
+tests/balancer/search/machines that it includes.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from tests.support.machine_drafts import Draft, redraw, scale
 
 
 def noisy(chance: random.Random, draft: Draft) -> None:
-    """Steps vary by 5 to 15 %."""
+    """Let steps vary by 5 to 15 %."""
     for part in draft.parts:
         part.noise = chance.uniform(0.05, 0.15)
 
 
 def noisy_slow(chance: random.Random, draft: Draft) -> None:
-    """The same, and steps of 0.2 to 2 s and 1 to 10 ms a sample."""
+    """Let steps vary by 5 to 15 %, with fixed times of 0.2 to 2 s and 1 to 10 ms per sample."""
     scale(draft, (200, 2000), (1, 10), chance)
     noisy(chance, draft)
 
 
 def bursts(chance: random.Random, draft: Draft) -> None:
-    """For the first 60 s, every 4 to 12 s somebody takes 10 to 60 % of a device for 0.5 to 2 s."""
+    """Slow a device by 10 to 60 % for about 0.5 to 2 s, every 4 to 12 s in the first minute."""
     at = chance.uniform(0, 5)
     while at < 60:
         _event(chance, draft, at, chance.uniform(0.5, 2.5), slowed=chance.uniform(0.1, 0.6))
@@ -33,8 +34,9 @@ def bursts(chance: random.Random, draft: Draft) -> None:
 
 
 def lost(chance: random.Random, draft: Draft) -> None:
-    """The slowest of three is lost after 9 to 17 s; the others differ by up to a fifth:
-    lost_in_race.
+    """Lose the slowest of three devices after 9 to 17 s; the others differ by up to a fifth.
+
+    Includes lost_in_race.
     """
     redraw(chance, draft, 3)
     first, second, third = draft.parts
@@ -46,26 +48,30 @@ def lost(chance: random.Random, draft: Draft) -> None:
 
 
 def throttle(chance: random.Random, draft: Draft) -> None:
-    """One device is 10 to 50 % slower for good, after 2 to 25 s: throttled_before_check."""
+    """Slow one device permanently by 10 to 50 % after 2 to 25 s.
+
+    Includes throttled_before_check.
+    """
     _event(chance, draft, chance.uniform(2, 25), slowed=chance.uniform(0.1, 0.5))
 
 
 def neighbour(chance: random.Random, draft: Draft) -> None:
-    """One device is 10 to 40 % slower for 5 to 20 s, after 2 to 15 s: neighbour_during_splits."""
+    """Slow one device by 10 to 40 % for 5 to 20 s, after 2 to 15 s.
+
+    Includes neighbour_during_splits.
+    """
     _event(
         chance, draft, chance.uniform(2, 15), chance.uniform(5, 20), slowed=chance.uniform(0.1, 0.4)
     )
 
 
 def memory_held(chance: random.Random, draft: Draft) -> None:
-    """Somebody takes 20 to 90 % of a device's memory for samples for good, from the start or after
-    2 to 20 s.
-    """
+    """Take 20 to 90 % of a device's memory for samples permanently, at once or after 2 to 20 s."""
     _hold(chance, draft, 1e9)
 
 
 def memory_held_gone(chance: random.Random, draft: Draft) -> None:
-    """The same for 3 to 15 s."""
+    """Take a device's memory as in `memory_held`, but only for 3 to 15 s."""
     _hold(chance, draft, chance.uniform(3, 15))
 
 

@@ -80,17 +80,17 @@ def segmentation(loss: Any) -> Made:
 
 
 def whole_mean(y: Any, outputs: Any) -> Any:
-    """The most common custom loss: one number."""
+    """Return a single number, as most custom losses do."""
     return tf.reduce_mean(tf.square(tf.cast(y, outputs.dtype) - outputs))
 
 
 def rmse(y: Any, outputs: Any) -> Any:
-    """The root of a mean."""
+    """Return the root of the mean squared error."""
     return tf.sqrt(tf.reduce_mean(tf.square(tf.cast(y, outputs.dtype) - outputs)) + 1e-12)
 
 
 def concordance(y: Any, outputs: Any) -> Any:
-    """One minus Lin's concordance."""
+    """Return one minus Lin's concordance correlation coefficient."""
     y = tf.cast(y, outputs.dtype)
     mean_y, mean_p = tf.reduce_mean(y), tf.reduce_mean(outputs)
     joint = tf.reduce_mean((y - mean_y) * (outputs - mean_p))
@@ -99,7 +99,7 @@ def concordance(y: Any, outputs: Any) -> Any:
 
 
 def info_nce(y: Any, outputs: Any) -> Any:
-    """Each row among all others."""
+    """Return the loss of finding each row's match among all rows."""
     outputs = tf.math.l2_normalize(outputs, 1)
     scores = outputs @ tf.transpose(outputs) + tf.cast(
         tf.cast(y, tf.float64)[:, None] * 0, outputs.dtype
@@ -110,14 +110,14 @@ def info_nce(y: Any, outputs: Any) -> Any:
 
 
 def cox(y: Any, outputs: Any) -> Any:
-    """For each row, a sum over the rows that live longer."""
+    """Return Cox's loss, with a sum for each row over the rows that survive longer."""
     risk = tf.squeeze(outputs, 1)
     alive = tf.cast(tf.cast(y, risk.dtype)[:, None] <= tf.cast(y, risk.dtype)[None, :], risk.dtype)
     return -tf.reduce_mean(risk - tf.math.log(tf.reduce_sum(alive * tf.exp(risk)[None, :], 1)))
 
 
 def triplet(y: Any, outputs: Any) -> Any:
-    """The hardest triplets of a batch."""
+    """Return the loss of the hardest triplets of a batch."""
     apart = tf.reduce_sum(tf.square(outputs[:, None] - outputs[None, :]), -1)
     same = tf.cast(tf.equal(tf.reshape(y, [-1, 1]), tf.reshape(y, [1, -1])), apart.dtype)
     hardest = tf.reduce_max(apart * same, 1) - tf.reduce_min(apart + 1e3 * same, 1) + 1.0
@@ -125,14 +125,14 @@ def triplet(y: Any, outputs: Any) -> Any:
 
 
 def masked_words(y: Any, outputs: Any) -> Any:
-    """The loss of TensorFlow's transformer tutorial."""
+    """Return the loss of TensorFlow's transformer tutorial."""
     mask = tf.cast(y != 0, outputs.dtype)
     each = keras.losses.sparse_categorical_crossentropy(y, outputs) * mask
     return tf.reduce_sum(each) / tf.reduce_sum(mask)
 
 
 def weighted_classes(y: Any, outputs: Any) -> Any:
-    """As in PyTorch: divided by the weights of the batch's classes."""
+    """Return a weighted mean, divided by the weights of the batch's classes as in PyTorch."""
     weights = tf.gather(
         tf.constant([1.0, 5.0, 0.2], outputs.dtype), tf.cast(tf.reshape(y, [-1]), tf.int32)
     )
@@ -141,12 +141,12 @@ def weighted_classes(y: Any, outputs: Any) -> Any:
 
 
 def rows_of_steps(y: Any, outputs: Any) -> Any:
-    """One number for each step of each row."""
+    """Return one number for each step of each row."""
     return tf.square(tf.cast(y, outputs.dtype)[..., None] - outputs)[..., 0]
 
 
 def soft_dice(y: Any, outputs: Any) -> Any:
-    """The Dice loss over the whole batch."""
+    """Return the Dice loss over the whole batch."""
     hot = tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 3, dtype=outputs.dtype)
     return 1 - (2 * tf.reduce_sum(hot * outputs) + 1) / (
         tf.reduce_sum(hot) + tf.reduce_sum(outputs) + 1
@@ -203,7 +203,7 @@ def two_heads(mask: bool, second: Any) -> Made:
 
 
 def ctc() -> Made:
-    """Labels shorter than the outputs."""
+    """Return a model with CTC loss, whose labels are shorter than its outputs."""
 
     def make() -> Any:
         entry = keras.Input((8, 3))

@@ -1,7 +1,7 @@
-"""Random machines on which searches went wrong or might, by family and seed, with questions about
-each.
+"""Random machines on which searches went wrong or might, with questions about each.
 
-The first line of each family in `hard_curves`, `hard_devices` and `hard_events` states its ranges.
+They are made by family and seed. The docstring of each family in `hard_curves`, `hard_devices` and
+`hard_events` states its ranges.
 """
 
 from __future__ import annotations
