@@ -104,7 +104,7 @@ def test_what_only_some_steps_have_more_of_counts_by_its_mean() -> None:
 
 
 def test_the_interval_holds_what_is_true() -> None:
-    """In about 19 of 20 pairs: the machine's drift is part of each training's mean."""
+    """It does in about 19 of 20 pairs: the machine's drift is part of each training's mean."""
     held = 0
     for seed in range(200):
         found = compare_trainings(make_training(2 * seed), make_training(2 * seed + 1, 0.1))

@@ -33,7 +33,7 @@ def dry_run_request(request: Request) -> DryRunResult:
 
 @pytest.mark.parametrize("batch", [None, 1000])
 def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> None:
-    """On simulated devices, within 5 %."""
+    """They agree within 5 % on simulated devices."""
     request = msgspec.structs.replace(PAIR, global_batch=batch)
     result = dry_run_request(request)
     machine = catalogue(["gtx1080ti", "gtx1080"])
@@ -51,7 +51,7 @@ def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> 
 
 @two_cores
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
-    """Only on the first device. The workload's exception is named."""
+    """Only the first device is used. The message names the workload's exception."""
     phases: list[ProbeProgress] = []
     result = dry_run(make_job(REAL), phases.append, threading.Event())
     assert result is not None

@@ -193,7 +193,10 @@ def test_a_search_by_energy_takes_the_lean_device_alone(
 
 
 def test_simulated_machines_train_most_samples_per_joule_within_the_slowdown() -> None:
-    """Compared with an oracle of every set of devices; benchmarks/efficiency.py tries 200."""
+    """Plans are compared with an oracle that tries every set of devices.
+
+    benchmarks/efficiency.py tries 200 machines.
+    """
     assert sum(map(is_efficient, range(30))) >= 29
 
 

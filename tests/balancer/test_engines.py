@@ -27,7 +27,7 @@ def asked(**fields: Any) -> Request:
 
 @pytest.mark.parametrize(("engine", "children"), [("towers", 1), ("multiworker", 2)])
 def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
-    """Whatever `auto` would choose. A solo layout has no engine."""
+    """The choice of `auto` doesn't matter then. A solo layout has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
     resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
     assert choose_engine(resolved, SPLIT.children) == engine
@@ -50,7 +50,7 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
-    """Before anything is started."""
+    """The error comes before anything is started."""
     with pytest.raises(RequestError, match=words):
         make_job(asked(**fields))
 

@@ -64,7 +64,7 @@ def late(unfinished: tuple[Unfinished, ...]) -> SearchEnd:
 
 
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
-    """Out of memory with the batch, other failures with their cause."""
+    """Out of memory is reported with the batch, other failures with their cause."""
     seen: list[Observation] = [
         OutOfMemory(Probe(solo(2, 0, 64), Stage.SOLO, 1.0), (0,), "full", 1.0),
         OutOfMemory(Probe(solo(2, 0, 8), Stage.SOLO, 1.0), (0,), "full", 1.0),

@@ -60,7 +60,7 @@ def explain_doubts(
 
 
 def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
-    """Only if a share is computed in passes, and with the smallest of them."""
+    """The warning appears only if a share is computed in passes, and has the smallest of them."""
     passes = layout_of((820, 568), (410, 568))
     assert find_pass_statistics(passes, "BatchNorm2d") == PassStatistics("BatchNorm2d", 410)
     assert find_pass_statistics(SPLIT, "BatchNorm2d") is None
@@ -68,7 +68,7 @@ def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
 
 
 def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
-    """In a fixed order, with the device and a remedy."""
+    """Doubts come in a fixed order, each with its device and a remedy."""
     seen = [
         *map(timed, EVERY),
         timed(MeasurementDoubt("drift", -0.3, 1)),
@@ -101,7 +101,9 @@ def test_a_busy_cpu_is_not_to_be_cooled() -> None:
 
 
 def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
-    """But other work during most of a rival's blocks was there during this layout's blocks too."""
+    """An exception is other work during most of a rival's blocks: it disturbed this layout's blocks
+    too.
+    """
     assert not find_doubts([timed(MeasurementDoubt("drift", 0.1))], EVEN)
     assert find_doubts([timed(MeasurementDoubt("disturbed", 0.9))], EVEN)
     assert not find_doubts([timed(MeasurementDoubt("disturbed", 0.4))], EVEN)
@@ -121,8 +123,9 @@ def test_a_figure_is_rough_only_where_the_search_would_have_measured_on() -> Non
 
 
 def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
-    """For any layout, but not within the intervals, nor if all devices ran at once in one of the
-    two.
+    """This holds for any layout, unless the intervals overlap.
+
+    It doesn't hold either if all devices ran at the same time in one of the two measurements.
     """
     twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
     (doubt,) = find_doubts(twice, SPLIT)
@@ -163,7 +166,7 @@ def test_noise_is_that_of_the_figure_over_all_turns() -> None:
 
 
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
-    """Per device, in a sentence."""
+    """Each device has its own sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
     assert find_taken_memory(seen, DEVICES) == (TakenMemory("GPU:1", 3 << 30),)
     assert find_taken_memory([timed()], DEVICES) == ()
@@ -185,7 +188,7 @@ def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
 
 
 def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
-    """Unless something ran on it again, or the plan uses it."""
+    """It isn't reported if something ran on it again, or if the plan uses it."""
     (one,) = find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
     assert (one.name, one.reason) == ("GPU:1", "failed")
     assert not find_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
@@ -194,7 +197,7 @@ def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() 
 
 
 def test_an_epoch_of_few_steps_is_found_where_the_number_of_rows_is_certain() -> None:
-    """With the batch that makes it longer."""
+    """The warning has the batch with which an epoch is long enough."""
     assert find_short_epoch(SPLIT, 0) is None
     assert find_short_epoch(SPLIT, 100 * (820 + 568)) is None
     assert find_short_epoch(SPLIT, 28000) == ShortEpoch(20, 1388, 28000, 280)
@@ -211,7 +214,10 @@ def raised(position: int, batch: int, detail: str = RAISED) -> Failed:
 
 
 def test_a_limit_of_the_user_s_code_is_where_more_rows_always_raise() -> None:
-    """With its message and the rows on both sides. A failure below what ran is no limit."""
+    """It is reported with its message and the rows on both sides.
+
+    A failure below what ran is no limit.
+    """
     ran = [timed(layout=solo(2, 0, size), stage=Stage.SOLO) for size in (8, 197)]
     limit = find_code_limit([*ran, raised(0, 512), raised(0, 212)])
     assert limit is not None

@@ -72,7 +72,7 @@ def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
 
 
 def test_ends_in_words_name_the_signal_or_the_code() -> None:
-    """Also for a signal without a name."""
+    """A signal without a name is described too."""
     assert failures.describe_exit(-11) == ("signal", "its process was ended by SIGSEGV")
     assert failures.describe_exit(7)[0] == "exit"
     assert "7" in failures.describe_exit(7)[1]
@@ -93,7 +93,7 @@ def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
 
 @given(st.text())
 def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> None:
-    """No control character, no escape, bounded length."""
+    """It has no control characters or escapes, and a bounded length."""
     line = failures.one_line(text)
     assert len(line) <= 300
     assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)

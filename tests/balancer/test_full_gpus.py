@@ -57,7 +57,7 @@ def test_when_every_gpu_is_full_nothing_is_measured(nvml: Any) -> None:
 def test_the_command_ends_with_exit_code_3_before_it_measures(
     nvml: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence with a remedy."""
+    """It prints one sentence with a remedy."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
     assert run(["balance", "-d", "gpu", "-w", "synthetic", "--global-batch", "1024"]) == 3
@@ -68,7 +68,7 @@ def test_the_command_ends_with_exit_code_3_before_it_measures(
 
 
 def test_a_full_gpu_beside_one_with_room_is_a_warning(nvml: Any) -> None:
-    """With the pids. If it is requested alone, it is refused."""
+    """The warning has the pids. If only that GPU is requested, it is refused."""
     fill(nvml, 1, GIB)
     (note,) = (note for note in resolve_notes() if "too little free memory" in note)
     assert note.startswith("GPU:1 ")

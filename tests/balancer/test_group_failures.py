@@ -44,7 +44,7 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
     "text", ["collective aborted: shapes differ", "Connection reset by peer", "no such data set"]
 )
 def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None:
-    """Whatever the other's message: the silent rank hasn't had all of its time."""
+    """The silent rank hasn't had all of its time yet, whatever the other rank reports."""
     started = time.monotonic()
     error = receive((1, ChildError(("RuntimeError",), text)))
     assert time.monotonic() - started < 60
@@ -53,7 +53,7 @@ def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None
 
 
 def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
-    """Of both ranks, if neither replied."""
+    """Both ranks are named if neither replied."""
     error = receive(seconds=0.2)
     assert {(failure.rank, failure.cause) for failure in error.failures} == {
         (0, "timeout"),

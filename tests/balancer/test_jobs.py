@@ -45,7 +45,7 @@ PAIR = Request("sim:gtx1080ti,gtx1080")
     ],
 )
 def test_a_request_that_no_search_can_meet_is_refused(asked: dict[str, Any]) -> None:
-    """Also in a journal, because somebody may have changed the file."""
+    """A request in a journal is checked too, because somebody may have changed the file."""
     request = Request(**asked)
     with pytest.raises(RequestError) as caught:
         check_request(request)

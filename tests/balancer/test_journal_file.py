@@ -131,7 +131,7 @@ def test_numbers_that_no_measurement_has_are_refused(path: Path, old: bytes, new
 
 
 def test_a_newer_schema_says_so(path: Path) -> None:
-    """Also if it has entries that this version doesn't know."""
+    """The message is the same if the file has entries that this version doesn't know."""
     path.write_bytes(path.read_bytes().replace(b'"schema":2', b'"schema":7,"more":true'))
     with pytest.raises(RequestError, match="schema 7"):
         journal.read(path)
@@ -148,7 +148,7 @@ def test_a_file_without_a_header_is_no_journal(path: Path, content: bytes) -> No
 
 
 def test_a_file_that_others_may_write_is_not_trusted(path: Path) -> None:
-    """Nor is a link, a folder or a pipe in its place."""
+    """A link, a folder or a pipe in its place isn't trusted either."""
     path.chmod(0o666)
     with pytest.raises(RequestError, match="not trusted"):
         journal.read(path)
@@ -167,7 +167,7 @@ def test_a_file_that_others_may_write_is_not_trusted(path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_file_of_somebody_else_is_not_trusted(path: Path) -> None:
-    """Whatever its mode."""
+    """The mode of the file doesn't matter."""
     os.chown(path, 12345, 12345)
     with pytest.raises(RequestError, match="belongs to"):
         journal.read(path)

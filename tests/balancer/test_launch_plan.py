@@ -96,7 +96,7 @@ def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
 
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
-    """In the order of the request, without peers."""
+    """The child's devices are in the order of the request, without peers."""
     (command,) = commands(
         "tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1)
     )

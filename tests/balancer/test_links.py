@@ -109,7 +109,7 @@ def test_a_corrupted_sum_is_noticed(hasty: None, monkeypatch: pytest.MonkeyPatch
 @two_cores
 @pytest.mark.slow
 def test_ranks_that_do_not_meet_all_together_are_measured_pair_by_pair(hasty: None) -> None:
-    """Three ranks on two slices."""
+    """Three ranks run on two slices."""
     devices = (*slices(2), msgspec.structs.replace(slices(2)[0], index=2, id="cpu-2-of-3"))
     found = {one.devices: one for one in measure_links(devices, program=faulty("crowd"))}
     assert found["CPU:0", "CPU:1"].outcome == "ok"

@@ -51,7 +51,7 @@ def ran(steps: int, seconds: float) -> Ran:
 
 @pytest.mark.parametrize("builds", [0, 2])
 def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None:
-    """And in blocks of several steps, because they don't end together."""
+    """Its blocks have several steps, because the trainings don't end together."""
     probe, pair = Probe(Layout("pack", (8,), processes=2), Stage.PACK, 2.0), Pair(builds)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     monitor = cast(Any, Watch())
@@ -85,7 +85,7 @@ class Split:
 
 
 def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
-    """By position: the first rank has the second device."""
+    """Times are listed by position: the first rank has the second device."""
     probe = Probe(Layout("split", (8, 16)), Stage.SPLIT, 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     monitor = cast(Any, Watch())
@@ -120,7 +120,7 @@ class Disturbed:
 
 
 def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None:
-    """Alone and in a split. Its samples/s are the actual ones."""
+    """This holds alone and in a split. The samples/s are the actual ones."""
     probe = Probe(Layout("solo", (0, 16)), Stage.SOLO, 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     found = Measurement(

@@ -39,7 +39,9 @@ def test_a_recorded_run_s_text_holds_no_contradiction(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
-    """Random devices, noise, fixed and free batches, and budgets that run out."""
+    """Searches are drawn with random devices, noise, fixed and free batches, and budgets that run
+    out.
+    """
     for number in range(80 * seed, 80 * seed + 80):
         found, labels = draw_outcome(random.Random(number))
         text = printed(found, labels)
@@ -63,7 +65,7 @@ def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
     ],
 )
 def test_a_reader_finds_each_kind_of_contradiction(was: str, becomes: str) -> None:
-    """In a text that is otherwise correct."""
+    """Each kind is put into a text that is otherwise correct."""
     text = SOUND.replace(was, becomes)
     assert text != SOUND
     assert not list(find_faults(SOUND.splitlines()))

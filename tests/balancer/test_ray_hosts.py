@@ -322,7 +322,7 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
 
 @pytest.mark.usefixtures("quick_probes")
 def test_a_host_whose_actor_ends_gets_another_one(cluster: Any) -> None:
-    """As if Ray's memory monitor kills it: one probe is lost, and no device."""
+    """Ray's memory monitor may kill an actor: then one probe is lost, but no device."""
     ended: list[psutil.Process] = []
     later: list[Observation] = []  # on that host
     before = find_agent(SECOND).generation
@@ -666,9 +666,9 @@ def test_ray_train_trains_by_a_plan_over_hosts(
 def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(
     free_cluster: Any, tmp_path: Path
 ) -> None:
-    """The last test, because the cluster loses its head.
+    """This test comes last, because the cluster loses its head.
 
-    Ray alone would end the launcher after a minute, and no rank.
+    Ray alone would end the launcher after a minute, and none of the ranks.
     """
     import ray
 

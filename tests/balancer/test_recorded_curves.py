@@ -16,7 +16,7 @@ NOISE_COSTS = 0.03
 
 @pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(RECORDS)])
 def test_the_search_ends_near_the_best_of_the_recorded_curves(name: str, seed: int) -> None:
-    """Within the requested tolerance and a little more, on every recorded machine."""
+    """It ends within a little more than the requested tolerance on every recorded machine."""
     record = RECORDS[name]
     found = recorded.search(record, recorded.machine(record, CURVES), seed)
     assert found.regret <= record.header.request.tolerance + NOISE_COSTS

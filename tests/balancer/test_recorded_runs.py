@@ -106,7 +106,7 @@ def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
 
 
 def test_some_ran_out_of_memory_and_were_met_by_a_retreat() -> None:
-    """Real errors of a framework.
+    """These are real errors of a framework.
 
     The plan's passes have fewer samples than what ran out of memory on the same device.
     """

@@ -100,9 +100,9 @@ def test_evidence_says_which_device_alone_was_measured_while_the_others_worked()
 
 
 def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
-    """At least 2120 samples/s, three fifths for the faster card, and at most 16 probes.
+    """It reaches at least 2120 samples/s in at most 16 probes, of which two run out of memory.
 
-    Two of the probes run out of memory.
+    The faster card gets three fifths.
     """
     plan = ended(drive(PAIR)).plan
     assert plan.throughput.samples_per_second >= 2120
@@ -145,7 +145,7 @@ def test_a_device_that_is_held_back_explains_what_is_missing_of_the_sum() -> Non
 
 @pytest.mark.parametrize("batch", [1400, 4096])
 def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -> None:
-    """At a batch that fits in one pass, and at one that needs several."""
+    """This is checked at a batch that fits in one pass, and at one that needs several."""
     plan = ended(drive(msgspec.structs.replace(PAIR, global_batch=batch))).plan
     active = plan.layout.active
     assert all(share.micro <= share.most <= batch for share in active)
@@ -159,7 +159,7 @@ def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -
 def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As soon as a child has reported them: an epoch keeps 20 steps.
+    """An epoch keeps 20 steps from the moment when a child has reported the rows.
 
     The verdict has the number of steps.
     """
@@ -299,7 +299,7 @@ def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:
 
 
 def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() -> None:
-    """With a larger budget, or with more seconds. A plain resume then has the last plan."""
+    """It gets a larger budget, or more seconds. A plain resume then has the last plan."""
     first = ended(drive(PAIR))
     larger = drive(Request(budget_seconds=160.0), resume=first.run)
     assert observed(larger)
@@ -440,7 +440,10 @@ def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
 
 
 def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
-    """However the CPU is cut. The error names the holder. Simulated devices aren't locked."""
+    """It doesn't matter how the CPU is cut. The error names the session that holds the cores.
+
+    Simulated devices aren't locked.
+    """
     one = Session(open_run(Request(devices="cpu:0", workload="synthetic")))
     with pytest.raises(
         DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "
@@ -490,7 +493,7 @@ def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(
 
 @pytest.mark.parametrize("name", ["nope", "../../etc", "last", ""])
 def test_a_run_that_is_not_there_is_named(name: str) -> None:
-    """Also if there are others, and whatever path the name would make."""
+    """It is named even if there are other runs, and whatever path the name would make."""
     drive(PAIR)
     runs.delete_run("last")
     with pytest.raises(RequestError):
@@ -510,8 +513,9 @@ def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -
 
 
 def test_runs_are_listed_newest_first_with_their_state() -> None:
-    """Finished, cut off and unreadable ones. A run that was cut off still has the plan of its
-    measurements.
+    """Runs may be finished, cut off or unreadable.
+
+    One that was cut off still has the plan that follows from its measurements.
     """
     first = ended(drive(PAIR))
     second = ended(drive(PAIR))

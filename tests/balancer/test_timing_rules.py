@@ -265,7 +265,7 @@ def test_a_doubt_begins_where_it_matters(
 
 
 def test_a_doubt_says_by_how_much() -> None:
-    """Relative to the step, whatever its length."""
+    """Values are relative to the step, whatever its length."""
     timing = BlockTimer(40.0, steps=40)
     for step in (20.0, 20.0, *[20.0] * 39, 80.0):
         assert timing.next_steps() == 1
@@ -288,7 +288,7 @@ def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
 
 
 def test_a_long_first_block_of_many_steps_is_warm_up() -> None:
-    """As in a pack whose trainings run for a time.
+    """A pack has such blocks, as its trainings run for a fixed time.
 
     Steps while some trainings still warmed up don't count.
     """
@@ -322,7 +322,7 @@ def test_nothing_timed_is_nothing_known() -> None:
 def test_whatever_the_steps_the_rules_end_in_bounded_time(
     step: float, noise: float, seconds: float, seed: int
 ) -> None:
-    """At most the time and one block more, or the fewest blocks.
+    """A probe takes at most its time and one block more, or the fewest blocks.
 
     A lucky window may make these 16 times too long.
     """

@@ -181,7 +181,9 @@ def test_kernels_wait_for_a_neighbour_while_they_are_enqueued_and_do_not_run(
 
 
 def test_a_sample_from_before_the_session_s_kernels_began_says_nothing_of_a_neighbour() -> None:
-    """As an H200's driver answered in one of two turns; alone, it trained 1.91 times as fast."""
+    """An H200's driver gave such a sample in one of two turns; alone, it trained 1.91 times as
+    fast.
+    """
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
     first, second = (
         timed(ALONE, PartSeconds(neighbour=others, busy=ran), enqueued_seconds=0.098)
@@ -225,7 +227,9 @@ def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
 
 
 def test_the_link_between_the_chosen_devices_is_told_once() -> None:
-    """By the exchange if that is a limit, else in a separate line. The plan has it too."""
+    """The exchange names it if that is a limit; otherwise it has its own line. The plan
+    has it too.
+    """
     parts = (NOTHING,) * 2
     known: dict[str, Any] = {"link_bytes_per_second": 6.1e9, "link_path": "PCIe, no P2P"}
     line = "CPU:0 – CPU:1  PCIe, no P2P, 6.1 GB/s"
@@ -279,7 +283,8 @@ def test_passes_cost_what_each_takes_whatever_its_rows() -> None:
 def test_a_gpu_s_passes_cost_as_its_time_by_rows_goes_on(
     times: tuple[tuple[int, float], ...], micro: int, now: float, single: float
 ) -> None:
-    """H200s' times of two sizes, of eight passes of the larger one, and of a single pass.
+    """These are an H200's times for two sizes, for eight passes of the larger one, and for a single
+    pass.
 
     The first model has large weights: few rows leave most of the GPU idle.
     """

@@ -202,7 +202,7 @@ def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
 
 
 def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
-    """Nor to a plan for simulated devices. A requested file is named all the same."""
+    """A plan for simulated devices has no next step either. A requested file is always named."""
     even, tied = standing(EVEN, 800, -0.2), standing(SOLO, 998, -0.002, tie=True)
     rather_one = judged(result(SPLIT, 1000), [tied])
     disturbed = judged(result(SPLIT, 1000), [even], seen=[disturbed_turn(1.0)])
@@ -261,7 +261,7 @@ def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
 
 
 def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
-    """Nor is one at another batch than the user gave."""
+    """A device with another batch than the user's isn't a simpler way either."""
     larger = candidate("solo", solo(2, 0, 1024))
     smaller = candidate("solo", solo(2, 0, 128))
     chosen = result(SPLIT, 1000)
@@ -276,7 +276,7 @@ def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
 
 
 def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
-    """With the same name and at the same batch."""
+    """They must have the same name, and be compared at the same batch."""
 
     def alone(position: int, batch: int, seconds: float) -> Timed:
         return turn(solo(2, position, batch), seconds, (seconds, seconds))
@@ -487,7 +487,7 @@ def test_waiting_is_what_the_busiest_device_does_not_compute() -> None:
 
 
 def test_every_field_is_in_the_docs() -> None:
-    """And every value that a field may have."""
+    """Every value that a field may have is documented too."""
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     written = set(re.findall(r"`(\w+)`", page))
     structs = [one for one in vars(verdict).values() if _is_struct(one)]

@@ -47,7 +47,7 @@ REPLIES = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
 def test_commands_travel_whole(command: protocol.Command) -> None:
-    """As one line."""
+    """Each command is one line."""
     text = protocol.encode_line(command)
     assert text.count(b"\n") == 1
     assert protocol.command_decoder.decode(text) == command
@@ -55,7 +55,7 @@ def test_commands_travel_whole(command: protocol.Command) -> None:
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_replies_travel_whole(reply: protocol.Reply) -> None:
-    """As one line, including line breaks."""
+    """Each reply is one line, even if its text has line breaks."""
     assert parse_reply(protocol.encode_line(reply).rstrip(b"\n")) == reply
 
 
@@ -144,7 +144,7 @@ def test_damaged_replies_are_replies_or_invalid(reply: protocol.Reply, data: st.
 
 
 def test_the_user_s_line_is_the_last_one_outside_of_installed_packages(tmp_path: Path) -> None:
-    """Also if an error passes through a package, and if only its text names a line."""
+    """It is found even if the error passes through a package, or if only its text names a line."""
     source = tmp_path / "own.py"
     source.write_text("import json\ndef load():\n    return json.loads('{')\n")
     space: dict[str, Any] = {}

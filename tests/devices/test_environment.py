@@ -103,7 +103,7 @@ def test_devices_that_one_process_cannot_hold_are_refused() -> None:
 
 
 def test_a_child_sees_no_devices_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a child on slices nor one on another maker's cards."""
+    """This holds for a child on slices, and for one on another maker's cards."""
     monkeypatch.setitem(BACKENDS, "toy", "tests.devices.test_another_maker:ToyCards")
     for device in (slice_of(0), gpu(0)):
         assert child_environment([device], "torch").variables["TOY_VISIBLE"] == ""
@@ -122,7 +122,7 @@ def test_a_maker_that_holds_no_percentage_refuses_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kind_that_this_evener_does_not_have_is_said_in_words() -> None:
-    """As in a journal of a newer version."""
+    """A journal of a newer version may have such a kind."""
     with pytest.raises(RequestError, match="no devices of the kind 'abacus'"):
         child_environment([Device("abacus-0", 0, "Abacus", "abacus", GIB)], "torch")
 

@@ -32,7 +32,7 @@ def test_limits_read_as_people_write_them(text: str, limit: Limit) -> None:
 
 @pytest.mark.parametrize("spec", ["sim:t4@900GiB", "cpu/2@60%+900TiB", "cpu:0,1@900TiB"])
 def test_a_limit_above_all_memory_is_a_slip(spec: str) -> None:
-    """A machine's memory, or a card's. Any limit below it is valid."""
+    """All memory means a machine's or a card's. Any limit below it is valid."""
     with pytest.raises(RequestError, match="of memory: it has"):
         discover(spec, environ={})
     assert discover("sim:t4@8GiB", environ={}).devices[0].limit.memory_bytes == 8 << 30

@@ -463,7 +463,9 @@ def test_a_discovery_opens_only_its_own_gpus(fake_nvml: Callable[..., Any]) -> N
 
 
 def test_a_gpu_says_whether_it_has_hardware_for_bfloat16(fake_nvml: Callable[..., Any]) -> None:
-    """From compute capability 8.0 on. If the driver doesn't report it, it is unknown."""
+    """GPUs have it from compute capability 8.0 on. If the driver doesn't report it, it
+    is unknown.
+    """
     nvml = fake_nvml(gpus=3)
     nvml.nvmlInit()
     nvml.gpus[1].capability = (7, 5)

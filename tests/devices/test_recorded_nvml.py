@@ -123,7 +123,7 @@ def test_a_gpu_at_its_power_cap_is_shown_as_one(seen: list[Snapshot]) -> None:
 
 
 def test_energy_is_the_sum_of_the_power(seen: list[Snapshot]) -> None:
-    """By two different counters of the driver: one of energy, one of mean power over a second."""
+    """The driver has two different counters: one of energy, one of mean power over a second."""
     counted_at = 30  # the last tick at which the energy counter was read
     for place in (0, 1):
         watts = [

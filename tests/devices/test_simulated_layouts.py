@@ -29,7 +29,7 @@ curve = [[10, 15.0], [20, 25.0]]
 
 
 def test_packing_multiplies_the_throughput_by_its_gain() -> None:
-    """Linear from one training to the first point and between points, level beyond the last."""
+    """The gain is linear up to the first point and between points, and level beyond the last."""
     machine = parse_machine(FILE.encode())
     alone = machine.device_seconds(0, 10, False)
     for processes, gain in ((1, 1.0), (2, 1.6), (3, 1.8), (4, 2.0), (9, 2.0)):

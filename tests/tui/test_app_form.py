@@ -276,7 +276,7 @@ async def test_a_function_of_this_folder_comes_first_and_one_key_starts_it(
 async def test_the_model_that_was_balanced_last_is_the_first(
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as its file exists. What the user ticks meanwhile stays ticked."""
+    """This holds as long as its file exists. What the user ticks meanwhile stays ticked."""
     script = tmp_path / "mine.py"
     script.write_text("import torch\ndef build():\n    return 1\ndef other():\n    return 2\n")
     last = RunSummary(
@@ -359,7 +359,7 @@ async def test_the_four_fields_and_the_hint_fit_a_small_terminal(app_of: Any) ->
 
 
 async def test_a_pasted_path_goes_into_its_field(app_of: Any, own_folder: Path) -> None:
-    """As a bracketed paste: the lines after the first aren't typed as keys."""
+    """It arrives as a bracketed paste: the lines after the first aren't typed as keys."""
     name = f"{'long_' * 30}model.py:build"
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -110,7 +110,7 @@ async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) ->
 
 
 async def test_a_cursor_over_the_graphs_reads_out_a_moment(app_of: Any, script: Any) -> None:
-    """By arrows or a click. Escape hides it before it ends a filter."""
+    """Arrows or a click move it. Escape hides it before it ends a filter."""
     app = app_of(script.snapshot())
     async with app.run_test(size=(200, 60)) as pilot:
         await _ready(pilot)

@@ -346,7 +346,7 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
 
 
 async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
-    """Many sizes in a row, down to one cell, on each screen, with ticks in between."""
+    """Each screen takes many sizes in a row, down to one cell, with ticks in between."""
     app = app_of(script.snapshot(16))
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -360,7 +360,7 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
 
 
 async def test_ascii_draws_nothing_else(app_of: Any) -> None:
-    """On every screen, with a scroll bar, a message, and the palette."""
+    """This is checked on every screen, with a scroll bar, a message, and the palette."""
     app = app_of(ascii=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)

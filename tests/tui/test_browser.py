@@ -250,8 +250,9 @@ def test_a_devices_text_can_start_no_other_command() -> None:
 
 
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few at once and not for long, however slowly they send. A connection that requested the page
-    stays.
+    """Few are accepted at once and not for long, however slowly they send.
+
+    A connection that requested the page stays.
     """
     from evener.tui.serve import browser
 

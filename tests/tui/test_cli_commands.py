@@ -51,7 +51,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 
 
 def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
-    """At least 2120 samples/s by the machine's physics, 0.58 to 0.62 for the Ti, in few probes."""
+    """The plan has at least 2120 samples/s and 0.58 to 0.62 for the Ti, after few probes."""
     code, answer = ask(capsys, "balance", "--devices", PAIR, "--json")
     assert code == 0
     batches = [share["batch"] for share in answer["layout"]["share"]]
@@ -128,7 +128,7 @@ def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard output, with the next steps. Progress is on standard error."""
+    """Standard output has it with the next steps. Progress is on standard error."""
     assert run(["balance", "--devices", PAIR]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
@@ -143,7 +143,7 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of every device and of all devices. Progress goes to stderr.
+    """The table has every device, and all devices together. Progress goes to standard error.
 
     No simulated device is called a GPU.
     """
@@ -194,14 +194,14 @@ def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[st
 def test_batches_are_listed_with_or_without_commas(
     batches: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Like the values of --devices."""
+    """They may be written like the values of --devices."""
     option = [f"--batches{batches[0]}"] if batches[0].startswith("=") else ["--batches", *batches]
     code, answer = ask(capsys, "probe", "--devices", PAIR, *option, "--repeat", "1", "--json")
     assert (code, answer["batches"]) == (0, [178, 122])
 
 
 def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the table as 820 = 2 × 410, in JSON as the rows of a pass."""
+    """The table has 820 = 2 × 410, and JSON has the rows of a pass."""
     chosen = [
         "probe",
         "--devices",
@@ -482,7 +482,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_errors_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --json every outcome is one object."""
+    """Every outcome is one object with --json."""
     code, answer = ask(capsys, "balance", "--devices", "tpu", "--json")
     assert code == 2
     assert answer["error"]["kind"] == "request"
@@ -501,7 +501,7 @@ def test_a_read_only_folder_is_found_before_the_probing(
 
 
 def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order of the shares, with their limits."""
+    """They are in the order of the shares, with their limits."""
     code, answer = ask(capsys, "devices", "--devices", "sim:gtx1080ti,gtx1080@60%", "--json")
     assert code == 0
     assert [device["label"] for device in answer["devices"]] == ["SIM:0", "SIM:1"]

@@ -208,7 +208,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
 @two_cores
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_child() -> None:
-    """While packing. The plan so far is still printed."""
+    """It arrives while packs are measured. The plan so far is still printed."""
     command = [*QUICK_EVENER, "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
         [*command, "--budget", "20s"],

@@ -35,7 +35,7 @@ def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_options_stand_in_groups_and_workloads_are_named(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In order: what, which batches, how long, where.
+    """The groups are: what, which batches, how long, where.
 
     The workloads' names and the default of --workload are listed.
     """
@@ -69,7 +69,7 @@ def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_page_has_the_scripts_of_help() -> None:
-    """One for each framework, character by character."""
+    """It has one for each framework, character by character."""
     assert dict(SCRIPTS) == {"train_keras.py": KERAS_EXAMPLE, "train_torch.py": TORCH_EXAMPLE}
 
 
@@ -110,7 +110,7 @@ def test_a_pasted_script_is_measured_and_trains(
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    """With the script that --install-completion adds."""
+    """It uses the script that --install-completion adds."""
     environment = {**os.environ, "_EVENER_COMPLETE": "complete_bash"}
     for words, place, wanted in (
         ("evener ba", 1, "balance"),

@@ -40,7 +40,7 @@ def _last_run(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_target_that_cannot_be_looked_at_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before probing, without a traceback and not after minutes of measuring."""
+    """The error comes before probing, without a traceback, not after minutes of measuring."""
     assert run(["balance", "--devices", PAIR, "--export", f"{'x' * 300}.toml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "File name too long" in line
@@ -111,7 +111,7 @@ def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(
 
 
 def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not the devices on which the batch fits."""
+    """It doesn't name the devices on which the batch fits."""
     assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
     assert "Out of memory on SIM:1: " in capsys.readouterr().err
 
@@ -119,7 +119,7 @@ def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixtu
 def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one check among the others."""
+    """This is one check among others."""
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "taken"))
     monkeypatch.setattr("evener.balancer.diagnostics._QUERIES", {})
@@ -227,7 +227,7 @@ def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixtur
 def test_a_probe_that_is_interrupted_still_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --json every outcome is one object: here the completed runs."""
+    """Every outcome is one object with --json; here it has the completed runs."""
     runs = trials._runs
 
     def interrupted(*arguments: Any) -> Any:

@@ -89,7 +89,7 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
 def test_the_memory_wall_is_in_the_first_picture(
     a_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only if a device ran out of memory."""
+    """It is drawn only if a device ran out of memory."""
     from evener.tui.text.run_report import read_report
 
     report = read_report(a_run)
@@ -104,8 +104,9 @@ def test_the_memory_wall_is_in_the_first_picture(
 
 
 def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
-    """For those who can't see it: each curve's points, each probe, each layout. Headings are marked
-    up.
+    """Tables are for readers who can't see pictures: each curve's points, each probe, each layout.
+
+    Headings are marked up.
     """
     from evener.tui.text.run_report import read_report
 
@@ -132,7 +133,7 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
 
 
 def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -> None:
-    """A search on two real GPUs: as in the app's panel, before all other measurements."""
+    """The page of a search on two real GPUs begins as the app's panel does."""
     name = "h200x2-torch_maxer-60percent-4096"
     recorded = Path(__file__).parents[1] / "recorded" / f"{name}.jsonl"
     record = journal.read(recorded)
@@ -151,7 +152,9 @@ def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -
 
 @given(st.floats(1e-3, 1e9), st.integers(2, 8))
 def test_ticks_are_round_and_few(high: float, most: int) -> None:
-    """From 0 on, in steps of 1, 2 or 5 times a power of ten; at most `most`, and not too few."""
+    """They start at 0, in steps of 1, 2 or 5 times a power of ten; at most `most`, and
+    not too few.
+    """
     ticks = round_ticks(high, most)
     assert ticks[0] == 0.0
     assert 1 <= len(ticks) - 1 <= most
@@ -207,7 +210,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(
 
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
-    """As in the plan's table. The plan has one name, and no other split is called the best."""
+    """Limits are the plan's. The plan has one name, and no other split is called the best."""
     from evener.tui.text.run_report import read_report, write_layout
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
@@ -226,9 +229,7 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
 def test_runs_and_reports_say_what_was_simulated(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the list, before the name, which may be cut; in the report, in the title and
-    the verdict.
-    """
+    """The list says it before the name, which may be cut; a report in its title and verdict."""
     assert run(["balance", "-d", "sim:gtx1080", "--json"]) == 0
     capsys.readouterr()
     assert run(["runs"]) == 0

@@ -70,7 +70,7 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
 def test_runs_are_chosen_and_sorted(
     three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By state and workload, before or after `list`, and limited in number."""
+    """State and workload can be given before or after `list`, and the number can be limited."""
     finished, failed, cut_off = three_runs
 
     def names(*options: str) -> list[str]:
@@ -90,7 +90,7 @@ def test_runs_are_chosen_and_sorted(
 def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(
     own_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the result."""
+    """The text is below the result."""
     real, calls = SimulatedProber.measure, []
 
     def interrupted(
@@ -119,7 +119,7 @@ def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_
 def test_a_finished_run_goes_on_with_a_larger_budget(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its measurements.
+    """It keeps its measurements.
 
     It continues up to the new budget, also if that is the default, or by +100s.
     """

@@ -113,7 +113,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_reads_as_it_did(name: str, snapshot: Any) -> None:
-    """Its table, its rivals and its warnings."""
+    """Its table, rivals and warnings are unchanged."""
     pytest.importorskip("syrupy")
     assert "\n".join(summary_lines(PLANS[name], LABELS, "The verdict.")) == snapshot
 

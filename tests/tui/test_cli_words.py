@@ -147,7 +147,7 @@ def test_the_framework_is_one_that_is_installed(
 def test_the_framework_of_a_file_is_what_it_imports(
     text: str, framework: str, tmp_path: Path
 ) -> None:
-    """Unless it imports both or neither. An option overrides the guess."""
+    """It isn't known if the file imports both or neither. An option overrides the guess."""
     path = tmp_path / "train.py"
     path.write_text(text)
     assert make_request(workload=f"{path}:build").framework == framework
@@ -193,7 +193,7 @@ def test_a_figure_out_of_bounds_is_told_them(
 def test_a_wrong_command_line_is_told_in_our_words(
     words: list[str], fault: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not in the parser's, which change with its version and name Python types."""
+    """The parser's own text changes with its version and names Python types."""
     assert run(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"evener: {fault} ")
@@ -215,7 +215,7 @@ def test_a_browser_is_read_only_or_not(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_comparison_goes_on_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the layouts with which it began. A search isn't a comparison."""
+    """It has the layouts with which it began. A search isn't a comparison."""
     pair = ["--devices", "sim:gtx1080ti,gtx1080", "--budget", "60s"]
     assert run(["compare", *pair, "--layouts", "solo,even"]) == 0
     capsys.readouterr()

@@ -67,10 +67,9 @@ def test_a_line_that_starts_something_else_is_refused() -> None:
 
 
 async def test_the_start_choices_lead_on(app_of: Any, script: Any) -> None:
-    """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves the card for
-    later.
+    """Balance and the Monitor open by their keys, the demo by the arrows.
 
-    The card says what runs on the devices.
+    Escape leaves the card for later. The card says what runs on the devices.
     """
     app = app_of(first_start=True)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -105,7 +104,7 @@ async def test_a_newcomer_balances_writes_the_plan_and_trains_by_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """b and Ctrl-S; e and Enter; g and Enter: six keys."""
+    """Six keys are enough: b and Ctrl-S; e and Enter; g and Enter."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import torch\ndef build():\n    return torch.zeros(1)\n")
     end = events[-1]

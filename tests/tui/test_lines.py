@@ -27,8 +27,9 @@ def _kept_and_new(app: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 async def test_kept_rows_are_those_that_would_be_drawn(
     app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch, filters: bool, size: tuple[int, int]
 ) -> None:
-    """After ticks, another focus, a dialog, another size and other colours; with and without
-    NO_COLOR.
+    """They are after ticks, another focus, a dialog, another size and other colours.
+
+    This is checked with and without NO_COLOR.
     """
     monkeypatch.setenv("NO_COLOR", "1") if filters else monkeypatch.delenv(
         "NO_COLOR", raising=False

@@ -383,7 +383,7 @@ def _connections_to(port: int) -> list[Any]:
 
 
 def test_a_reading_that_fails_is_stale_and_not_the_end(script: Any) -> None:
-    """As without a free descriptor for /proc/stat."""
+    """A reading fails, for example, without a free descriptor for /proc/stat."""
     sample = script.sample(power_watts=Reading(State.VALUE, 100.0))
     whole = script.snapshot(devices=(sample,))
     answers = iter([whole, whole, OSError(24, "Too many open files"), whole])

@@ -53,7 +53,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
 
 
 def test_the_app_in_a_browser() -> None:
-    """Also a websocket that isn't one."""
+    """One request looks like a websocket, but isn't one."""
     pytest.importorskip("textual_serve")
     words = [sys.executable, "-m", "evener", "--web", "--devices", "sim:gtx1080"]
     with subprocess.Popen(

@@ -52,9 +52,9 @@ def test_there_are_commands_to_run() -> None:
 def test_a_command_of_a_page_runs(
     page: str, command: str, shown: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a checkout.
+    """It runs from a checkout. The page has the titles and sentences of the output.
 
-    The page has the titles and sentences of the output; numbers may change with the search.
+    Numbers may change with the search.
     """
     for name in re.findall(r"(?:docs|tests)/\S+\.(?:toml|jsonl)", command):
         (own_folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProc
 def test_a_script_that_ignores_the_plan_ends_in_its_first_steps(
     tmp_path: Path, rank_server: Callable[[str], RankServer]
 ) -> None:
-    """On two devices, neither rank continues. The lines to add are printed once, as an error."""
+    """Neither of two ranks continues. The lines to add are printed once, as an error."""
     skip_without("torch")
     (tmp_path / "train.py").write_text(PLAIN)
     (tmp_path / "steps").mkdir()
@@ -98,7 +98,7 @@ def test_a_plain_script_trains_where_the_check_is_off(tmp_path: Path) -> None:
 def test_a_keras_script_that_ignores_the_plan_ends_before_it_trains(
     tmp_path: Path, keras_ranks: Callable[..., list[Any]]
 ) -> None:
-    """As a process of a launch; the test above covers the launcher's part."""
+    """It runs as a process of a launch; the test above covers the launcher's part."""
     skip_without("tensorflow")
     (tmp_path / "train.py").write_text(KERAS)
     run = "tests.support.script_ranks.run_keras_without_plan"

@@ -21,7 +21,7 @@ JOURNALS = sorted(RECORDED.glob("*.jsonl"))
 
 
 def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also journals of older versions."""
+    """Journals of older versions are played, too."""
     assert len(JOURNALS) > 40
     for path in JOURNALS:
         ended = journal.read(path, foreign=True).ended
@@ -34,7 +34,7 @@ def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixtu
     "name", ["h200x2-torch_maxer-60percent-4096", "h200x2-torch_llama-texts-256"]
 )
 async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any, name: str) -> None:
-    """One of schema 1, and one of rows of unequal length."""
+    """One journal has schema 1, and one has rows of unequal length."""
     record = journal.read(RECORDED / f"{name}.jsonl", foreign=True)
     app = app_of(replayed=(record, 1e6))
     async with app.run_test(size=(120, 36)) as pilot:

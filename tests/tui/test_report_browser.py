@@ -87,7 +87,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 def test_the_page_reads_well_and_asks_for_nothing(
     browser: Chromium, page: Path, scheme: str, width: int
 ) -> None:
-    """In a wide and a narrow window, in both colour schemes."""
+    """It is opened in a wide and a narrow window, in both colour schemes."""
     seen = _open(browser, page, scheme, width)
     asked = [
         event["params"]["request"]["url"]

@@ -147,7 +147,9 @@ def test_a_trainer_with_batches_of_its_own_learns_the_same_by_other_shares(train
 
 @pytest.mark.slow
 def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ranks) -> None:
-    """As its own launcher learns and logs it. A mean over a rank's own labels can't be uneven."""
+    """The original launcher learns and logs the same. A mean over a rank's own labels can't be
+    uneven.
+    """
     (evenly, _), (found, _) = train(OWN_MEANS, "transformers.trainer")
     for name in ("classes", "masked", "masked unevenly"):
         assert difference(found[name]["weights"], evenly[name]["weights"]) <= 1e-12

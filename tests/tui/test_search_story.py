@@ -156,7 +156,7 @@ def test_the_longest_bar_is_the_fastest(events: Any) -> None:
 def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For a search that recommends its plan; simulated cards can't train."""
+    """The search recommends its plan; simulated cards can't train."""
     run = _search(Request(devices=PAIR))
     said = "\n".join(closing_lines(run, "", None))
     assert "826 + 571 on SIM:0 + SIM:1" in said
@@ -227,7 +227,7 @@ async def test_a_result_is_read_whole_on_a_small_terminal(
 
 
 async def test_runs_are_compared_in_the_app_with_six_keys(app_of: Any) -> None:
-    """3, Space, down: the differences. Enter opens a run as a page."""
+    """The keys 3, Space and down show the differences. Enter opens a run as a page."""
     app = app_of()
     for rows in (256, 1024):
         await asyncio.to_thread(_search, Request(devices=PAIR, global_batch=rows))
@@ -282,7 +282,7 @@ def test_the_page_of_a_result_says_each_gain_once() -> None:
 
 
 def test_the_rows_below_a_plan_have_its_measurements() -> None:
-    """As many as fit, the newest first. A small panel has only the plan."""
+    """They have as many as fit, the newest first. A small panel has only the plan."""
     run = load_run(_search(Request(devices=PAIR)))
     plan = plan_lines(run, 100, 0)
     for height in (len(plan), len(plan) + 4):

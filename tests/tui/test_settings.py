@@ -49,7 +49,7 @@ def test_a_bad_file_is_one_sentence_and_ignored(tmp_path: Path, content: bytes) 
 
 
 async def test_what_is_chosen_in_the_app_is_kept(app_of: Any, script: Any, tmp_path: Path) -> None:
-    """Theme, interval, time and scale of the graphs, columns."""
+    """These are the theme, the interval, the time and scale of the graphs, and the columns."""
     path = tmp_path / "settings.toml"
     app = app_of(script.snapshot(), settings_file=path)
 

@@ -35,7 +35,7 @@ class Typist:
 async def test_a_model_is_balanced_and_its_plan_written(
     app_of: Any, searches: Any, own_folder: Path
 ) -> None:
-    """From the card of the first start, in a folder with a script."""
+    """The user begins at the card of the first start, in a folder with a script."""
     (own_folder / "train.py").write_text("import torch\n\n\ndef build():\n    return 1\n")
     app = app_of(session_maker=searches, first_start=True)
     async with app.run_test(size=SMALL) as pilot:

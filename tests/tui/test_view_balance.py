@@ -94,7 +94,9 @@ def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> 
 
 
 def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
-    """In device rows that are wide enough. Narrow ones have only the batch that failed."""
+    """Device rows show them if they are wide enough. Narrow ones have only the batch
+    that failed.
+    """
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
     belief = Belief((PredictedCurve(0, (), 410, 512),), "")
@@ -180,7 +182,7 @@ ALONE = re.compile(r"(GPU:\d)\[(\d+)[^\]]*\]: ([\d .]+) samples/s")
 
 
 def test_the_points_of_the_chart_are_the_figures_of_the_list() -> None:
-    """As printed, one for each measurement of a device alone, in any stage."""
+    """There is one, as printed, for each measurement of a device alone, in any stage."""
     record = journal.read(RECORDED / "h200x2-keras_maxer-60percent-256.jsonl")
     state, listed, stages = SessionState(), [], set()
     for event in runs.recorded_events(record):
@@ -199,7 +201,7 @@ def test_the_points_of_the_chart_are_the_figures_of_the_list() -> None:
 
 
 def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
-    """On the device alone or in a split. A curve is measured up to the largest batch alone."""
+    """It ran alone or in a split. A curve is measured up to the largest batch alone."""
     state = _after(events)
     assert state.belief is not None
     sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
@@ -341,7 +343,7 @@ def test_no_figure_of_a_rival_is_cut(events: Any, width: int) -> None:
 
 
 def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
-    """One with a larger batch, one of the best layout itself, and none."""
+    """One had a larger batch, and one is the best layout itself. Without one, there is no text."""
     state = _after(events, -1)
     measured = state.best
     assert measured is not None
@@ -397,7 +399,7 @@ def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
 
 
 def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
-    """Without pauses, as in the plan, not by the session's clock."""
+    """Pauses don't count, as in the plan, and unlike on the session's clock."""
     state = msgspec.structs.replace(_after(events), at_seconds=50.0)
     assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10))
 
@@ -435,7 +437,7 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
-    """Nor does one whose samples/s aren't known."""
+    """A rival whose samples/s aren't known shows none either."""
     figure = Interval(100.0, 99.0, 101.0)
     rival = RatedLayout("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
     plan = RatedLayout("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))

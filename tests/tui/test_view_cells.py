@@ -199,7 +199,7 @@ def test_a_thick_bar_in_ascii_ends_with_another_sign_and_is_no_arithmetic() -> N
 
 
 def test_a_reading_without_a_value_yet_is_not_lost() -> None:
-    """As the CPU % of a process at its first reading."""
+    """An example is the CPU % of a process at its first reading."""
     assert reading_text(Reading(State.STALE), whole, 6) == ("…", False)
     assert reading_text(Reading(State.LOST), whole, 6) == ("lost", False)
 
@@ -257,7 +257,7 @@ def test_the_cursor_is_always_in_the_window(count: int, cursor: int, height: int
 
 @given(st.text(alphabet=st.sampled_from("ab \t\x1b\u202e漢é"), max_size=60), st.integers(2, 20))
 def test_whole_lines_lose_nothing_and_fit(text: str, width: int) -> None:
-    """A traceback or a variable, with any content, at any width."""
+    """This holds for a traceback or a variable with any content, at any width."""
     rows = [row.text for row in whole_lines(text, width)]
     assert all(cells(row) <= width for row in rows)
     assert "".join(rows) == plain(text.expandtabs(4), 1000)

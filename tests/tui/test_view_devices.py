@@ -185,7 +185,7 @@ def test_a_small_terminal_with_few_devices_has_graphs() -> None:
 
 
 def test_a_large_terminal_gives_its_rows_to_the_graphs() -> None:
-    """Also with few devices: their processes get the rows that they need."""
+    """It does so also with few devices: their processes get the rows that they need."""
     listed, graphs, processes = arrange(200, 57, 2, 8, processes=8).values()
     assert (listed, processes) == (11, 11)
     assert graphs == 57 - 22
@@ -199,7 +199,7 @@ def test_every_device_has_a_graph_before_more_processes_are_listed() -> None:
 
 
 def test_devices_are_summed_up_as_far_as_there_is_room(script: Any) -> None:
-    """Samples/s first. One device needs no sum."""
+    """Samples/s come first. One device needs no sum."""
     shown = host_line(script.snapshot(2), 200).text
     for words in ("2 devices", "224 864 samples/s", "95 % busy", "1271 W", "125/280 G"):
         assert words in shown

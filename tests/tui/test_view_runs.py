@@ -46,7 +46,7 @@ def test_a_run_is_shown_whole(width: int) -> None:
 
 
 def test_runs_are_sorted_and_filtered() -> None:
-    """By the contents of the table."""
+    """The filter searches the contents of the table."""
     slow = replace(RUN, run="20261120-1", samples_per_second=9.0, workload="keras_gru")
     failed = replace(
         RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no"
@@ -142,7 +142,7 @@ def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan
 
 
 def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
-    """Whether it is over or in progress."""
+    """It says whether the run is over or in progress."""
     rows = [row.text for row in plan_lines(_run(script, None), 30, 9)]
     assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]
 

@@ -150,9 +150,9 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
 
 
 def test_a_bend_is_believed_to_go_on_for_a_part_of_the_way() -> None:
-    """100 bytes per sample, then 200: at least 200 and perhaps 300 above.
+    """The slope grows from 100 to 200 bytes per sample, so 300 is assumed to be possible above.
 
-    80 % of the memory left by that is used.
+    At least 200 is certain. 80 % of the memory that this leaves is used.
     """
     bent = Memory(100_000, ((8, 1800), (100, 11_000), (200, 31_000)), 200)
     most = bent.predict_largest()

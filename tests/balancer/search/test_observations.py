@@ -114,7 +114,7 @@ def test_what_says_nothing_new_changes_nothing() -> None:
 
 
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
-    """Not even of two probes that differ only by placement."""
+    """This is also true of two probes that differ only by placement."""
     packs = [
         timed(probe(Layout("pack", (8, 0), 2, placement), Stage.PACK))
         for placement in ("", "logical", "mps")
@@ -183,7 +183,7 @@ def test_one_device_is_always_at_rest() -> None:
 
 
 def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
-    """Only in the race: a split that failed earlier belongs to exploration."""
+    """Only the race counts: a split that failed earlier belongs to exploration."""
     first, second = full(probe(SPLIT, Stage.RACE, 1), 0), full(probe(SPLIT, Stage.RACE, 2), 1)
     assert store(second, first, timed(probe(SPLIT, Stage.RACE))).first_failure(SPLIT) == first
     assert store(full(probe(SPLIT, Stage.SPLIT), 0)).first_failure(SPLIT) is None
@@ -254,7 +254,9 @@ def test_the_most_that_others_held_counts() -> None:
 
 
 def test_a_device_is_read_from_exploration_alone() -> None:
-    """By its neighbours' state: others busy, others idle, or part of a split."""
+    """Its points are grouped by what its neighbours did: they were busy, idle, or part
+    of a split.
+    """
     seen = store(
         timed(alone(8)),
         timed(alone(64, 0, 1)),

@@ -100,7 +100,7 @@ def test_packs_leave_others_the_memory_that_they_hold() -> None:
 def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(
     fixed_ms: float,
 ) -> None:
-    """Also if rows hardly take time, so that 2 % more rows would gain nearly 2 %."""
+    """This holds even if rows take so little time that 2 % more rows would gain nearly 2 %."""
     sizes = [size for size, _ in packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)]
     assert len(sizes) == len(set(sizes)) > 1
 
@@ -174,7 +174,7 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
 def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
     runs: int, named: list[int]
 ) -> None:
-    """Not if a larger pack failed: that is how the largest number is found."""
+    """A larger pack that failed isn't named: that is how the largest number is found."""
     layouts: list[Layout] = [
         one.layout
         for one, _ in searched(runs).evaluation.offers.list_failed()

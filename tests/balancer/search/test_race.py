@@ -135,7 +135,7 @@ def test_one_device_with_one_layout_says_that_there_was_no_choice() -> None:
 
 
 def test_a_budget_that_ends_the_search_is_the_reason() -> None:
-    """Not if some of the budget is left."""
+    """It isn't the reason if some of the budget is left."""
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=5.0))
     assert search.why_stopped() == Stop.BUDGET
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=600.0))
@@ -228,7 +228,9 @@ def test_no_device_is_probed_twice_alone_at_one_batch(bench: Bench, budget: floa
 def test_the_answer_is_not_slower_than_anything_that_ran(
     bench: Bench, budget: float | None, fixed: bool, known: bool
 ) -> None:
-    """At the same global batch if it is fixed, and otherwise beyond the tolerance."""
+    """Layouts are compared at the same global batch if it is fixed; otherwise the tolerance is
+    allowed.
+    """
     batch = 16 * len(bench.devices) if fixed else None
     search, seen = searched(bench, bench.problem(known, budget_seconds=budget, global_batch=batch))
     ran = [
@@ -288,7 +290,7 @@ def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
 
 @pytest.mark.parametrize("budget", [30.0, 60.0, None])
 def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -> None:
-    """Once if its samples/s are certain and everything else was measured.
+    """One check is enough if the samples/s are certain and everything else was measured.
 
     Only what the check shows may race after it.
     """

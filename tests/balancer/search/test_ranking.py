@@ -227,7 +227,9 @@ def test_one_turn_is_believed_less_than_three() -> None:
     ("noise", "count", "most"), [(0.005, 3, 0.05), (0.01, 3, 0.2), (0.01, 8, 0.05)]
 )
 def test_two_layouts_of_one_speed_tie_nearly_always(noise: float, count: int, most: float) -> None:
-    """With the assumed drift, in 95 % of races; with twice that drift, after eight turns."""
+    """They tie in 95 % of races with the assumed drift, and after eight turns with twice that
+    drift.
+    """
     rng = random.Random(1)
     wrong = 0
     for _ in range(400):

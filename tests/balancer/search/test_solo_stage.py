@@ -125,7 +125,7 @@ def test_a_retried_round_is_asked_for_whole() -> None:
 
 
 def test_devices_that_failed_alone_are_tried_again_at_the_same_time() -> None:
-    """As at first: one device with the other idle would be faster."""
+    """They run together as before, since one device is faster while the other is idle."""
     search = Search(Problem(2, (None, None)))
     first = search.ask()
     for probe in first:

@@ -67,7 +67,7 @@ def test_a_device_alone_whose_steps_may_take_most_of_the_budget_comes_after_the_
 
 
 def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:
-    """Not if it may only be faster than the slowest split."""
+    """It isn't measured if it may only be faster than the slowest split."""
     search = Search(PAIR.problem(tolerance=0.0))
     alone = [solo(2, i, batch) for batch in (8, 64, 4000) for i in (0, 1)]
     splits = [Layout("split", shares) for shares in ((20, 10), (4000, 2450))]
@@ -81,8 +81,9 @@ def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
-    """Even if noise makes another batch look good: with expensive splits, all of the time would go
-    there.
+    """Noise that favours another batch doesn't lead to a second measurement.
+
+    With expensive splits, all of the time would be spent on those.
     """
     _, seen = noisy(Bench(PAIR.devices, 1.0), 0.08, seed, max_global_batch=1500)
     rested = [one.probe.layout.active for one in seen if one.probe.stage == Stage.REST]
@@ -91,7 +92,7 @@ def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
 
 
 def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the_plan() -> None:
-    """However fast the other one seemed in exploration."""
+    """It doesn't matter how fast the other one seemed in exploration."""
     search, _ = searched(EQUAL, EQUAL.problem(global_batch=1000))
     best = search.best()
     assert best is not None

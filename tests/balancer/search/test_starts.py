@@ -48,7 +48,7 @@ NEXT = solo(2, 0, 16)
 
 
 def test_a_child_that_ran_out_of_memory_is_taken_to_have_ended() -> None:
-    """Until one is seen to continue without a start."""
+    """This changes when a child is seen to continue without a start."""
     assert starts(*FIRST).seconds(NEXT) == 0.0
     assert starts(*FIRST, full(64, 1)).seconds(NEXT) == LOAD_SECONDS
     assert starts(*FIRST, full(64, 1)).seconds(solo(2, 1, 64)) == 0.0, "the other's goes on"

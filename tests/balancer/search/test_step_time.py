@@ -62,7 +62,7 @@ def test_one_point_is_all_slope() -> None:
 
 
 def test_a_knee_is_found() -> None:
-    """Level up to 400 samples and straight after it: four points determine the knee."""
+    """Four points determine a knee: time is level up to 400 samples and straight after it."""
     truth = {b: 0.02 * max(1.0, b / 400) for b in (8, 64, 1100, 2000)}
     curve = fit_curve(Point(b, t, 0.002) for b, t in truth.items())
     assert curve is not None
@@ -178,8 +178,8 @@ def test_merged_points_have_batches_of_their_own() -> None:
 def test_stairs_are_read_from_a_few_batches(
     width: int, base: float, rise: float, shift: int
 ) -> None:
-    """Whatever their width and beginning, the curve meets every point, and tiled stairs end where
-    they do.
+    """The curve meets every point, and tiled stairs end where they do, whatever their width and
+    start.
     """
     tiles = shift < 30 and width & (width - 1) == 0
     shift = 0 if tiles else shift

@@ -63,7 +63,7 @@ def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
 
 @pytest.mark.parametrize("costs", [(FAST, SLOW), (FAST, FAST), (FAST, FAST, SLOW)])
 def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
-    """Within 3 %, and far above the even split by number of rows, which the race also measures."""
+    """It is within 3 % of them, and far above the even split by number of rows, which races too."""
     machine = TextMachine(costs)
     search, _ = machine.searched(global_batch=64)
     best = search.best()
@@ -189,7 +189,7 @@ def test_one_device_trains_by_cost_too() -> None:
 
 
 def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
-    """So a journal gives the same plan again."""
+    """Therefore a journal gives the same plan again."""
     machine = TextMachine((FAST, SLOW))
     search, seen = machine.searched(global_batch=64)
     again = Search(machine.problem(global_batch=64))

@@ -139,7 +139,9 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
 
 
 def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
-    """Of several such passes: memory that others took meanwhile may be free again, or not."""
+    """The smallest of several such passes counts, as others' memory may or may not be
+    free again.
+    """
     machine = TextMachine((FAST,))
     problem = msgspec.structs.replace(machine.problem(), lengths=machine.lengths)
     stored = Observations(problem)

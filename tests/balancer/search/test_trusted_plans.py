@@ -170,7 +170,7 @@ def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> N
 def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
     bench: Bench, first: float, then: float | None, fixed: bool
 ) -> None:
-    """Whatever the budget was and is."""
+    """This holds for any budget, before and after."""
     batch = 24 * len(bench.devices) if fixed else None
     seen: list[Observation] = []
     for budget in (first, then):
