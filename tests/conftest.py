@@ -51,23 +51,25 @@ settings.load_profile("evener")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A killed test run leaves no training behind that would hold a GPU's memory; the recorded
-    journals are trusted.
+    """Prepare this worker, and make sure that a killed test run leaves no processes behind.
+
+    A leftover training script would hold a GPU's memory. The recorded journals become writable for
+    their owner only, so that they are trusted.
     """
     end_with_this_process()
-    gc.set_threshold(50_000, 20, 100)  # as in every Python that a test starts (light_start)
-    # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
+    gc.set_threshold(50_000, 20, 100)  # like in every Python that a test starts (light_start)
+    # otherwise hundreds of processes would compile them under PYTHONDONTWRITEBYTECODE
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for folder in ("evener", "devices", "workloads", "balancer", "tui", "tests/support"):
             compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
-    # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would
-    # take the cores from
-    # other workers' tests, and small operations ten times as long; read when PyTorch is imported
+    # OpenMP's threads, which PyTorch uses, sleep while they wait for work: spinning would take the
+    # cores from other workers' tests, and make small operations ten times as long. The variable is
+    # read when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     add_to(registry)
     os.environ[SYS_VARIABLE] = os.devnull  # for this process and the Pythons that tests start
     keep_off_the_kernels_files(locks)
-    sys.path.append(str(LIGHT_START))  # for the workload itself
+    sys.path.append(str(LIGHT_START))  # contains the synthetic workload
     paths = [str(LIGHT_START), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
@@ -79,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def write_asserts(config: pytest.Config) -> None:
     """Rewrite the asserts of this worker's part of the test files, for all workers.
 
-    Each would rewrite every file else, which is half of what collecting takes, where
-    PYTHONDONTWRITEBYTECODE is set.
+    Otherwise each worker would rewrite all files if PYTHONDONTWRITEBYTECODE is set, which is half
+    of the collection time.
     """
     worker, workers = (
         os.environ.get("PYTEST_XDIST_WORKER"),
@@ -97,10 +99,9 @@ def write_asserts(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests stand between the others, and all of them before the last quarter.
+    """Place files with slow tests among the others, before the last quarter, longest first.
 
-    They keep the cores busy while others wait, and no worker is left with one of them at the end.
-    The longest come first.
+    They keep the cores busy while other tests wait, and no worker has one of them left at the end.
     """
     slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
     others = list(dict.fromkeys(item.path for item in items if item.path not in slow))
@@ -113,26 +114,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for all tests stays: each search for garbage would go through it, a sixth
-    of a test's time.
+    """Freeze all imported objects, so that garbage collections skip them.
+
+    Scanning them would take a sixth of a test's time.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Search for garbage once, which says what it raises: pytest does it five times, and goes
-    through all of it.
-    """
+    """Collect garbage once and report its errors; pytest would scan all objects five times."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def default_signal_handlers() -> None:
-    """Restore the handlers that nohup or `&` turned off: child processes inherit ignored
-    signals.
-    """
+    """Restore the handlers that nohup or `&` disabled; child processes inherit such settings."""
     for number, handler in (
         (signal.SIGHUP, signal.SIG_DFL),
         (signal.SIGINT, signal.default_int_handler),
@@ -143,17 +141,16 @@ def default_signal_handlers() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_exported_terminal_size() -> None:
-    """COLUMNS and LINES of the caller would override the size of every terminal that a test
-    opens.
-    """
+    """Unset COLUMNS and LINES, which would override the size of each terminal that a test opens."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
 def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Paths that nothing is at yet; most tests never make theirs, and need no folder of pytest's
-    for it.
+    """Unused paths for state folders.
+
+    Most tests never create theirs, and so need no temporary folder from pytest.
     """
     folder = tmp_path_factory.mktemp("states")
     return (folder / str(number) for number in itertools.count())
@@ -161,9 +158,7 @@ def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def own_state(state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """XDG_STATE_HOME of the test's own: no test sees or locks what another test, or a person,
-    left.
-    """
+    """A separate XDG_STATE_HOME, so that no test sees or locks the state of others."""
     home = next(state_folders)
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
@@ -171,8 +166,9 @@ def own_state(state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Trainers set RANK, MASTER_PORT and the like for themselves; later tests of the worker must
-    not see them.
+    """Restore the environment after each test.
+
+    Trainers set RANK, MASTER_PORT and others, which would affect later tests of the worker.
     """
     before = dict(os.environ)
     yield
@@ -186,8 +182,9 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_ctrl_c() -> Iterator[None]:
-    """Ray Train and trainings of several ranks leave a handler behind; later tests send themselves
-    Ctrl-C.
+    """Restore the handler of SIGINT, which Ray Train and training with several ranks replace.
+
+    Later tests send themselves Ctrl-C.
     """
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -195,9 +192,7 @@ def own_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """A process group that a test left open would fail later tests of the same worker; the test
-    that left it fails.
-    """
+    """Fail a test that leaves a process group open, instead of later tests of its worker."""
     yield
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
@@ -207,14 +202,14 @@ def no_process_group_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this test run have."""
+    """A folder that all workers of this test run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
 def rank_server(shared_folder: Path) -> Callable[[str], RankServer]:
-    """`rank_server("module")`: one process for all workers, which ends with the test run."""
+    """`rank_server("module")` returns a process that all workers share until the test run ends."""
     owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     return lambda module: RankServer(module, shared_folder, owner)
 
@@ -223,10 +218,9 @@ def rank_server(shared_folder: Path) -> Callable[[str], RankServer]:
 def trainer_ranks(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
-    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see
-    rank_server.py.
+    """`trainer_ranks("module.function", *arguments, world=2)` returns what each rank saved.
 
-    `imports` is a module that they use, which is imported once for all.
+    See rank_server.py. `imports` is a module that they use, which is imported once for all.
     """
     torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
     server = rank_server("tests.support.torch_imports")
@@ -243,10 +237,9 @@ def trainer_ranks(
 def keras_ranks(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
-    """`keras_ranks("module.function", *arguments, world=2, roles=())`: what each process of it
-    returned.
+    """`keras_ranks("module.function", *arguments, world=2, roles=())` returns all results.
 
-    `roles` are those of TensorFlow's group: `chief` and `worker`.
+    There is one result per process. `roles` are those of TensorFlow's group: `chief` and `worker`.
     """
     folder, server = tmp_path_factory.mktemp("keras_ranks"), rank_server("keras")
 
@@ -263,7 +256,7 @@ def keras_ranks(
 
 @pytest.fixture(scope="session")
 def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """As `trainer_ranks`, on two GPUs and NCCL; skips where there aren't two."""
+    """`trainer_ranks` on two GPUs with NCCL; skips the test without two GPUs."""
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -279,16 +272,14 @@ def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test runs in a folder of its own, as commands do that read and write files beside
-    them.
-    """
+    """Run the test in a folder of its own, for commands that read and write files there."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches in this process measure half a second at a time, not four."""
+    """Let searches in this process measure for half a second at a time instead of four."""
     monkeypatch.setattr(budget, "BASE_SECONDS", QUICK)
 
 
@@ -296,15 +287,16 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def servers_of_all(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """The servers of `shared_servers`, which end with the test run."""
+    """The servers of `shared_servers`, which exit with the test run."""
     with running_servers(rank_server, tmp_path_factory.mktemp("probes")) as sharing:
         yield sharing
 
 
 @pytest.fixture
 def shared_servers(servers_of_all: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Searches in this process fork their children from servers that imported the framework for an
-    earlier test.
+    """Let searches in this process fork their children from servers of earlier tests.
+
+    These servers have already imported the framework.
     """
     with servers_of_all():
         yield
@@ -312,8 +304,9 @@ def shared_servers(servers_of_all: Callable[[], AbstractContextManager[None]]) -
 
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
-    """One thread for a module's tests: small tensors are fastest on one; restored because it counts
-    for the process.
+    """Use one thread for a module's tests, because that is fastest for small tensors.
+
+    The number of threads is restored afterwards.
     """
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
@@ -324,8 +317,9 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it; none is
-    hidden.
+    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it.
+
+    None of its GPUs is hidden.
     """
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
@@ -340,9 +334,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def alone_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process is no rank of anybody's, PyTorch sees no GPU, and reports go to a folder of the
-    test.
-    """
+    """Hide GPUs and other ranks from this process, and send reports to a folder of the test."""
     torch = pytest.importorskip("torch")
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

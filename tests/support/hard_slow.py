@@ -1,6 +1,7 @@
 """Families of hard machines whose steps take seconds, like those of large models.
 
-Each first line has its ranges. A budget of 120 s has time for about ten such steps.
+A family's docstring has the ranges it draws from. A budget of 120 s has time for about ten such
+steps.
 """
 
 from __future__ import annotations

@@ -232,13 +232,13 @@ class OwnLoss(Trainer):
 
 
 class UnmarkedLoss(OwnLoss):
-    """The same, but the model doesn't say that it accepts it."""
+    """A mean over rows whose class doesn't declare support for `num_items_in_batch`."""
 
     loss_is_scaled_for_ga = None
 
 
 class OwnTensors(OwnLoss):
-    """Its loss has a variance that is a plain tensor, which its optimizer also trains."""
+    """A trainer whose loss has a variance that is a plain tensor, trained by its optimizer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -396,7 +396,7 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
 
 
 def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the names that transformers 4 has for them."""
+    """Return the arguments under transformers 4's names if that is installed."""
     if hasattr(TrainingArguments, "train_sampling_strategy"):
         return options
     given = dict(options)

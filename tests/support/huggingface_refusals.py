@@ -98,8 +98,9 @@ def mixture() -> Any:
 
 
 class Baseline(Trainer):
-    """Its loss has a baseline from gathered values, which is 0 while they are small, as KTO's is at
-    first.
+    """A trainer whose loss has a baseline from gathered values.
+
+    The baseline is 0 while the values are small, as KTO's is at first.
     """
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
@@ -233,7 +234,7 @@ def count_tokens() -> Any:
 
 
 def items_on_device() -> str:
-    """Return the device of a step's number of items, for a loss that is a mean over them.
+    """Return the device of a step's number of items, for a loss that is their mean.
 
     Nothing is read from that device.
     """

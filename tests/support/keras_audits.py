@@ -107,7 +107,7 @@ KEPT: dict[str, Any] = {}  # what a call stores outside the model
 
 
 class ReadsGlobal(keras.Model):
-    """Its loss reads what its call has stored in a global."""
+    """A model whose loss reads a global in which its call stored a value."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ class Notes(keras.callbacks.Callback):
         self.seen: list[dict[str, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Store them."""
+        """Store the batch's metrics."""
         self.seen.append({name: float(figure) for name, figure in (logs or {}).items()})
 
 
@@ -255,7 +255,7 @@ class StopInOne(keras.callbacks.Callback):
 
 
 class StopInOneEpoch(StopInOne):
-    """Stops in the same way at an epoch's end."""
+    """Stops at an epoch's end by a condition that only one process sees."""
 
     on_train_batch_end = keras.callbacks.Callback.on_train_batch_end
 
@@ -321,7 +321,7 @@ class Kinds(layers.Layer):
     """Has a weight of each kind that TensorFlow can't sum between processes."""
 
     def build(self, shape: Any) -> None:
-        """Create the weights, as quantized and masked layers have them."""
+        """Create weights like those of quantized and masked layers."""
         kinds = ("int8", "bool", "uint8", "uint32", "int16")
         self.own = [
             self.add_weight(shape=(4,), dtype=k, initializer="ones", trainable=False, name=k)
@@ -329,7 +329,7 @@ class Kinds(layers.Layer):
         ]
 
     def call(self, x: Any) -> Any:
-        """Return a result that uses all of them."""
+        """Return a result that uses all the weights."""
         for weight in self.own:
             x = x * ops.cast(weight, x.dtype)
         return x
@@ -439,7 +439,7 @@ def fit_words(model: Model) -> Figures:
 
 
 def single_batches(model: Model) -> list[Any]:
-    """Return the results of train_on_batch, as loops of reinforcement learning and GANs call it."""
+    """Return the results of train_on_batch, which GANs and reinforcement learning call."""
     return [model.train_on_batch(X[:rows], Y[:rows]) for rows in (8, 8, 5, 1)]
 
 
@@ -620,7 +620,7 @@ class Scales(keras.callbacks.Callback):
         self.seen: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Store it."""
+        """Store the loss scale."""
         self.seen.append(float(self.model.optimizer.dynamic_scale))
 
 

@@ -121,7 +121,7 @@ class Watched(layers.Layer):
 
 
 def between(*extra: Any, optimizer: Any = None, loss: Any = "mse", **words: Any) -> Made:
-    """Return dense layers with these layers between. Each is created anew by its function."""
+    """Return a model with these layers between dense ones; each is created anew by its function."""
 
     def make() -> Any:
         inner = [each() for each in extra]
@@ -216,7 +216,7 @@ def shaped(kind: str) -> Made:
             )
 
         class Own(keras.Model):
-            """Its loss uses the outputs unchanged."""
+            """A model whose loss uses the outputs unchanged."""
 
             def compute_loss(
                 self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None

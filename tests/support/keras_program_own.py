@@ -63,7 +63,7 @@ class Ramp(layers.Layer):
 
 
 def ramp(by_rows: bool) -> Made:
-    """Return such a layer between two dense ones."""
+    """Return a model with a Ramp layer between two dense ones."""
 
     def make() -> Any:
         middle = [layers.Dense(4), Ramp(by_rows), layers.Dense(1)]

@@ -116,7 +116,7 @@ def penalty(model: Any, x: Any, *_: Any) -> Any:
 
 
 def reader(read: Callable[..., Any]) -> Made:
-    """Return a model with such a loss."""
+    """Return a Reader whose loss is computed by `read`."""
 
     def make() -> Any:
         model = Reader(read)
@@ -154,7 +154,7 @@ class Raise(keras.callbacks.Callback):
 
 
 def annealed(by_rows: bool) -> Made:
-    """Return a model that begins with such a layer."""
+    """Return a model that begins with an Annealed layer."""
 
     def make() -> Any:
         entry = keras.Input((X.shape[1],))

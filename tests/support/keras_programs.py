@@ -181,9 +181,9 @@ def check_beside() -> dict[str, Any]:
 
 
 def _draw(action: Any) -> list[Any]:
-    """Return the weights, states and next random numbers of a model after an action on it.
+    """Return a model's weights, states and next random numbers after an action on it.
 
-    The model has all kinds of them.
+    The model has weights, states and random numbers of all kinds.
     """
     keras.utils.set_random_seed(3)
     model = between(Counted, lambda: State("sums"), lambda: layers.Dropout(0.5), Watched)[0]()

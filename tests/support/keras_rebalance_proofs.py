@@ -136,7 +136,7 @@ class Watch(keras.callbacks.Callback):
         self.recorded: list[tuple[int, ...]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Make rows as slow as in this step."""
+        """Set the time that rows take in this step."""
         self._slow.step = batch
         if not self.shares or self.shares[-1][1] != self._split.shares:
             self.shares.append((batch, self._split.shares))

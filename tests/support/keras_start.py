@@ -20,7 +20,7 @@ HOME = Path(__file__).parents[2]
 
 
 def start(script: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start one process of a script, with these environment variables."""
+    """Start one process of a script with additional environment variables."""
     command = [sys.executable, str(script), *words]
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
     environment = {**os.environ, "PYTHONPATH": paths, **variables}

@@ -85,7 +85,7 @@ class OwnSteps(keras.Sequential):
 
 
 class Own(OwnLoss, OwnSteps):
-    """All of them."""
+    """A model with its own loss, steps and metrics."""
 
 
 class Largest(keras.metrics.Metric):
@@ -263,7 +263,7 @@ def own_test(model: Model) -> list[float]:
 
 
 def steps(model: Model) -> list[float]:
-    """Return the results of single batches, one with a single row, by the methods for them."""
+    """Return the results of the methods for single batches, one of which has a single row."""
     figures = [float(np.sum(model.train_on_batch(X[:rows], Y[:rows]))) for rows in (BATCH, 2, 1)]
     return [
         *figures,

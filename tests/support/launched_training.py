@@ -23,7 +23,7 @@ NAME = "clip adamw"
 
 
 def refusal(variables: dict[str, str], *plan: str, **options: Any) -> str:
-    """Return the error of a split before it waits for anything. Every rank calls it."""
+    """Return the error that a split raises before it waits for anything; every rank calls this."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -185,7 +185,7 @@ class TwoTasks(Asks):
 
 
 class TwoTasksByHand(TwoTasks):
-    """The same model with manual optimization."""
+    """The model of TwoTasks with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

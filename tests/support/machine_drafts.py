@@ -97,8 +97,9 @@ def scale(
     slope_ms: tuple[float, float],
     chance: random.Random,
 ) -> None:
-    """Move the fastest device's fixed time and slope into these ranges, and scale the others with
-    it.
+    """Move the fastest device's fixed time and slope into these ranges.
+
+    The other devices are scaled in proportion.
     """
     least, flattest = min(p.fixed for p in draft.parts), min(p.slope for p in draft.parts)
     fixed, slope = log_uniform(chance, *fixed_ms) / least, log_uniform(chance, *slope_ms) / flattest

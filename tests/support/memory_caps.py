@@ -89,7 +89,7 @@ def by_loop(rank: int, rebalance: bool) -> dict[str, Any]:
 
 
 def describe(training: Any, model: Any, passes: list[int]) -> dict[str, Any]:
-    """What a training ended with."""
+    """Return the results of a training run."""
     weights = [each.detach().clone() for each in model.parameters()]
     retreats = training.reporter.retreats
     training.close()

@@ -60,7 +60,7 @@ class Line(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """What a reader finds in the text of a result."""
+    """The parts of a printed result."""
 
     recommendation: str  # the line before the headline
     headline: str

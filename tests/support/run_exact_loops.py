@@ -67,7 +67,7 @@ def cut_into_passes() -> Any:
 
 @program
 def cut_into_passes_in_a_closure() -> Any:
-    """The same in a closure that the optimizer calls."""
+    """Runs the passes in a closure that the optimizer calls."""
     model, optimizer = start()
     for x, classes, _ in epochs(load(drop_last=True)):
 

@@ -22,7 +22,7 @@ def nce(model: Any, x: Tensor, *_: Any) -> Tensor:
 
 
 def negatives(model: Any, x: Tensor, *_: Any) -> Tensor:
-    """The same, with the positives taken from a diagonal."""
+    """Return the loss of in-batch negatives, with the positives taken from a diagonal."""
     scores = model(x) @ model(x.flip(1)).T
     return (scores.logsumexp(1) - scores.diagonal()).mean()
 

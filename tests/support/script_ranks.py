@@ -22,7 +22,7 @@ from evener.training import launched
 
 
 def run_script(_rank: int, script: str, *words: str) -> str:
-    """Return what `python script words` prints in the script's folder.
+    """Run `python script words` in the script's folder, and return its output.
 
     The scripts don't leave a process group of several gloo ranks while a model is alive, which may
     hang in PyTorch.

@@ -43,8 +43,9 @@ class Bench(msgspec.Struct, frozen=True):
         return layout.global_batch / self.step(layout)
 
     def best(self) -> tuple[float, int]:
-        """Return the highest throughput of one or two devices and its global batch, by trying all
-        of them.
+        """Return the highest throughput of one or two devices and its global batch.
+
+        All finish times are tried.
         """
         times = [
             [self.own(i, share) for share in range(1, most + 1)]

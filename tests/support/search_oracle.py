@@ -92,9 +92,9 @@ def true_rate(
 
 
 def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
-    """Return the machine as it is at a moment, without events and lost devices.
+    """Return the machine at a moment, without events and lost devices.
 
-    The list has the original positions of its devices.
+    The list has the original positions of the remaining devices.
     """
     kept = [i for i in range(len(machine.devices)) if not machine.lost(i, at)]
     devices = []

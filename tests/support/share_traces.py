@@ -53,7 +53,7 @@ class Machine(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What happens during a training."""
+    """The events of a simulated training run."""
 
     seconds: float
     slowdown: Slowdown

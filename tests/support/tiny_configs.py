@@ -113,7 +113,7 @@ def tiny_config(kind: type[Any], labels: int = LABELS) -> Any:
 
 
 def _make(kind: type[Any]) -> Any:
-    """Make it with heads that share keys, or without, as some classes don't allow that."""
+    """Return a configuration whose heads share keys, or whose heads don't if that fails."""
     small = shrink(kind())
     try:
         return kind(**small)

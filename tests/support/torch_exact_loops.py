@@ -143,7 +143,7 @@ def wrap_of_a_compiled_ddp(given: Given) -> Weights:
 
 @exact
 def wrap_of_a_ddp(given: Given) -> Weights:
-    """Wraps a DDP model, as accelerate's prepare returns it."""
+    """Wraps a DDP model, like the one that accelerate's prepare returns."""
     return compiled(given, lambda split, net: split.wrap(own_ddp(split, net)))
 
 

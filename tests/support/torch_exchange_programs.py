@@ -61,7 +61,7 @@ def a_shared_layer(given: Given) -> Weights:
 
 @exact
 def a_shared_layer_in_reentrant_checkpoints(given: Given) -> Weights:
-    """Its gradient comes in two parts, from backward passes nested in the backward pass."""
+    """A shared layer whose gradient comes in two parts, from nested backward passes."""
     return given.fit(Block("reentrant"), plain, bucket_cap_mb=0.0001)
 
 

@@ -44,7 +44,7 @@ Step = Callable[..., None]  # (loop, inputs, labels)
 
 
 class Given(NamedTuple):
-    """What a program trains with: the rows of each rank per step, and the data."""
+    """The rows of each rank per step, and the data, with which a program trains."""
 
     shares: tuple[int, ...]
     rows: TensorDataset
@@ -173,9 +173,9 @@ def shard(split: Split, net: nn.Module) -> nn.Module:
 
 
 def run(program: Program, shares: tuple[int, ...], rows: int) -> Weights | str:
-    """Return the program's weights, or the error message that refuses it.
+    """Return the program's weights, or the error that refuses it.
 
-    Objects that remain are hidden from the garbage collector, as a split searches all objects.
+    Remaining objects are hidden from the garbage collector, because a split searches all objects.
     """
     try:
         return program(Given(shares, data(rows)))

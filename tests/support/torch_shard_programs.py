@@ -96,9 +96,7 @@ def unpack(weight: Any) -> torch.Tensor:
 
 
 class PackedProduct(torch.autograd.Function):
-    """A product that keeps the quantized weight for the backward pass, without autograd
-    seeing it.
-    """
+    """A product that hides its quantized weight from autograd until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any) -> torch.Tensor:

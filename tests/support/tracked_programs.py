@@ -112,7 +112,7 @@ def make_trackio() -> Any:
 
 
 def by_lightning(folder: Path, split: Any = None) -> dict[str, Any]:
-    """Return what the logger of a Lightning trainer got."""
+    """Return what a Lightning trainer logged."""
     logger = KeepingLogger()
     options: dict[str, Any] = {}
     if split is not None:

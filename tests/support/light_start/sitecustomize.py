@@ -48,7 +48,7 @@ HIDDEN = ("matplotlib", "pandas", "sklearn")
 
 
 class HiddenFromKeras:
-    """A finder that finds nothing, and says so if Keras looks for it."""
+    """A finder that hides packages from Keras by an ImportError."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> None:
