@@ -243,7 +243,7 @@ class Source(Protocol):
     def sample(self) -> Snapshot:
         """Return a snapshot of the current moment.
 
-        It is cheap enough to take every second, and may be taken on any one thread.
+        It is cheap enough to take every second. All samples must be taken on the same thread.
         """
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ every step, such as checkpoints or late rows, is added by its mean, but only as 
 training certainly takes longer for it.
 
 A training whose journal has no quick steps is compared by the means of its windows. A disturbance
-lasts for several windows, so these aren't independent. So windows are joined into blocks, and the
-interval is widened by the correlation between consecutive blocks.
+lasts for several windows, so these aren't independent. Windows are therefore joined into blocks,
+and the interval is widened by the correlation between consecutive blocks.
 """
 
 from __future__ import annotations
