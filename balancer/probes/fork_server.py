@@ -81,8 +81,8 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
     """A child has built its workload.
 
-    `obstacle` is the reason why it can't be forked with it. If it is empty, a copy of that child
-    serves forks on this channel.
+    `obstacle` is the reason why the child can't be forked after that. If it is empty, a copy of the
+    child answers fork requests on this channel.
     """
 
     obstacle: str = ""
@@ -101,8 +101,8 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
-    The arguments of `run` are this process's pid and the descriptor of a channel on which the child
-    may serve forks of itself, or NO_CHANNEL.
+    The arguments of `run` are this process's pid and the descriptor of a channel, or NO_CHANNEL. A
+    copy of the child may answer fork requests on that channel.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -219,9 +219,9 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its children's children whose parent exits.
+    """Make this process the parent of grandchildren whose parent has exited.
 
-    A copy of a child is then still recognized as a process of this search.
+    The copy of a child is then still recognized as a process of this search.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -237,9 +237,9 @@ class ForkedChild(Protocol):
 
 
 class ChildServer(ABC):
-    """A process that forks children, for the process that requests them.
+    """A process that forks children on request.
 
-    `channel` is this process's end of their socket.
+    `channel` is the requesting process's end of their socket.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -318,17 +318,17 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload, and why it can't be forked with it."""
+        """Record that a child has built its workload, and why it can't be forked after that."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Close what is still open, after the server has exited."""
+        """Close everything that is still open after the server has exited."""
 
 
 class BuiltServer(ChildServer):
-    """A copy of a child that has built its workload: its own children needn't build it.
+    """A copy of a child that has built its workload, so that its own children needn't build it.
 
-    It runs once `alive` is True. `far_end` is the descriptor for the child that builds.
+    It is running once `alive` is True. `far_end` is the descriptor that the building child gets.
     """
 
     def __init__(self) -> None:

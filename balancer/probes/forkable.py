@@ -1,8 +1,9 @@
-"""Whether a process in which the user's code has built a model can be forked, by what it left.
+"""Decides whether a process in which the user's code has built a model can be forked.
 
-A fork copies memory and the one thread that calls it. Other threads are gone in the copy, an open
-file has one position for both, and a device's driver doesn't survive. What a build reads of its
-rank would be the same in each copy.
+A fork copies the memory and only the thread that calls it: other threads don't exist in the copy.
+Both processes share the position in an open file, and a device's driver doesn't survive. If a build
+reads anything about its rank, the result would be the same in each copy. So all of these rule out a
+fork.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from evener.devices.cpu import available_memory_bytes
 from evener.devices.registry import all_backends
 from evener.workloads.user_code import is_user_file
 
-# variables that launchers set to different values for each rank
+# variables to which launchers give different values on each rank
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-FRAMES = 4  # between the user's line and a lookup: os.getenv, get, the lookup
+FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, the lookup
 
 
 def has_started_driver() -> bool:
@@ -31,16 +32,20 @@ def has_started_driver() -> bool:
 
 
 class BuildWatch:
-    """What this process had before the user's build, and what the build asked about its rank."""
+    """Watches the user's build for anything that rules out a fork.
+
+    It compares the process with its state before the build, and records what the build asks about
+    its rank.
+    """
 
     def __init__(self) -> None:
         self._threads = _count_threads()
         self._files = _open_files()
-        self._asked = ""  # what the user's code asked first
+        self._asked = ""  # the first thing about the rank that the user's code asked for
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note whether the user's code reads variables that differ between ranks."""
+        """A context that records when the user's code reads a variable that differs by rank."""
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
         look_up = kind.__getitem__
@@ -57,7 +62,7 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return the function, which notes `what` when the user's code calls it."""
+        """Return the function in a wrapper that records `what` if the user's code calls it."""
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
             self.note(what)
@@ -66,7 +71,7 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Note that `what` was asked, if it was the user's own code that asked."""
+        """Record that `what` was asked for, if the user's own code asked for it."""
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:
@@ -77,7 +82,7 @@ class BuildWatch:
                 return
 
     def find_obstacle(self) -> str:
-        """Return why this process can't be forked now; empty if it can."""
+        """Return why this process can't be forked now; empty if it can be."""
         if has_started_driver():
             return "it starts a device's driver"
         if self._asked:
@@ -99,10 +104,10 @@ def _count_threads() -> int:
 
 
 def _open_files() -> dict[int, str]:
-    """Return what each descriptor of this process leads to."""
+    """Return the target of each open file descriptor of this process."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own descriptor is closed by now
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             found[int(entry.name)] = os.readlink(entry)
     return {number: path for number, path in found.items() if path != f"/proc/{os.getpid()}/fd"}
 

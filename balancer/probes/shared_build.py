@@ -1,8 +1,9 @@
-"""A child that builds the user's model leaves a copy of itself, which forks later children with it.
+"""Lets a child that has built the user's model leave a copy of itself, which forks later children.
 
-A model of a billion parameters takes 20 s to build. The copy is made before the model goes to a
-device. Its children share its memory until they write to it, and start in a moment. There is no
-copy if the build left something that a fork doesn't survive (`forkable.py`), or was quick.
+A model with a billion parameters takes 20 s to build. The copy is made before the model is moved to
+a device. Children of the copy share its memory until they write to it, and start within a moment.
+No copy is made if the build was quick, or if it left something that a fork doesn't survive
+(`forkable.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from .fork_server import BuildShared, ForkServer
 from .forkable import BuildWatch
 from .protocol import Build
 
-WORTH_SECONDS = 2.0  # a build that takes less is repeated in each child
+WORTH_SECONDS = 2.0  # a shorter build is simply repeated in each child
 BUILDER = "evener.workloads.torch_backend.shared_build"
 QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A recipe that was built from these words of a command, for any device and group."""
+    """A built recipe, for any device or group that trains the same workload and settings."""
 
     def __init__(self, command: Build, recipe: Any) -> None:
         self._key = _key(command)
         self._recipe = recipe
-        self.server_pid = os.getppid()  # of the fork server, the parent of the child that built it
+        # of the fork server, which is the parent of the child that built it
+        self.server_pid = os.getppid()
 
     def suits(self, command: Build) -> bool:
         """True if the command would build the same recipe."""
@@ -48,10 +50,10 @@ class SharedRecipe:
 
 
 class BuildChannel:
-    """The channel on which a copy of this child may fork children.
+    """The channel on which a copy of this child may receive requests to fork children.
 
-    `run` is called in them, with the copy's pid, the descriptor of another such channel and the
-    recipe.
+    `run` is called in these children, with the copy's pid, the descriptor of another such channel
+    and the recipe.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class BuildChannel:
         """
         with self._socket:
             setup = command.setup
-            # ranks of a group build after they have met; a sharded model stays on the host
+            # ranks of a group must meet before they build; a sharded model stays on the host
             if not _can_share(command) or setup.world > 1 or setup.state:
                 return None
             builder = import_module(BUILDER)
@@ -86,7 +88,7 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork the copy. Return why that failed; empty if it didn't."""
+        """Fork the copy. Return why that failed; empty if it succeeded."""
         gc.collect()
         try:
             pid = os.fork()
@@ -99,7 +101,7 @@ class BuildChannel:
     def _serve(self, shared: SharedRecipe) -> None:
         """Fork children as requested until the channel closes. Never returns."""
         try:
-            os.setsid()  # the end of the child's process group doesn't end it
+            os.setsid()  # killing the child's process group then doesn't kill the copy
             _close_all_but(self._socket.fileno())
             gc.freeze()
             with suppress(OSError):
@@ -110,7 +112,10 @@ class BuildChannel:
 
 
 def _can_share(command: Build) -> bool:
-    """True if another process may build the command's workload: the user's own, in PyTorch."""
+    """True if another process may build the command's workload for this one.
+
+    This is the case for the user's own workloads in PyTorch.
+    """
     own = command.framework == "torch" and ":" in command.workload
     return own and not command.setup.placement
 
@@ -120,9 +125,10 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every descriptor but one. The standard streams lead nowhere afterwards.
+    """Close every descriptor but one, and point the standard streams at /dev/null.
 
-    They belong to the child: its reader would otherwise wait for this process's end.
+    The descriptors belong to the child: whoever reads from them would otherwise wait until this
+    process exits.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -1,7 +1,8 @@
-"""Heat and a power cap are named from a driver's answers, as a search and a training read them.
+"""Heat and a power cap are recognized from a driver's answers, by a search and by a training.
 
-Those at a power cap are recorded: two H200, of which the second computes matrix products from tick
-12 to 24. Those under heat are made, as NVML documents them: see tests/support/heat_tape.py.
+The answers under a power cap are recorded: two H200, of which the second computes matrix products
+from tick 12 to 24. Those under heat are invented from NVML's documentation: see
+tests/support/heat_tape.py.
 """
 
 from __future__ import annotations

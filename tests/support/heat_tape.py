@@ -1,16 +1,16 @@
-"""A made tape of NVML: what the driver answers about a GPU that gets too hot.
+"""An invented recording of NVML: the driver's answers about a GPU that gets too hot.
 
-No GPU was heated for it. It is the recorded tape of a GPU at full load, with the answers that heat
-changes written anew as NVML documents them (nvml.h, "NvmlClocksEventReasons"):
+No GPU was heated for it. It is the recording of a GPU at full load, in which the answers that heat
+changes are replaced as NVML documents them (nvml.h, "NvmlClocksEventReasons"):
 
 - SwThermalSlowdown (0x20): the clocks are lowered so that the GPU doesn't exceed its highest
   operating temperature. They fall step by step, and the temperature stays there.
 - HwThermalSlowdown (0x40), with HwSlowdown (0x08): the temperature is too high, and the core clocks
   are reduced by a factor of two or more.
 
-The counters of both count the nanoseconds of such time. Neither is a power cap: its counter doesn't
-rise, the limit stays, and the GPU draws less power than before, as its clock is lower. Chips
-without counters only answer with the reasons of the moment.
+Both counters count the nanoseconds of such time. Neither reason is a power cap: the counter of that
+doesn't rise, the limit stays the same, and the GPU draws less power than before, because its clock
+is lower. Chips without counters report only the current reasons.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from typing import Any
 HOT_GPU = 1
 HIGHEST_MHZ = 1980
 LIMIT_WATTS = 700
-HIGHEST_CELSIUS, SLOWDOWN_CELSIUS = 87, 89  # in operation; from which the hardware halves clocks
-HOT_FROM = 14  # tick at which it has reached the first of them, 2 s after the load began
+# the highest operating temperature, and that at which the hardware halves the clocks
+HIGHEST_CELSIUS, SLOWDOWN_CELSIUS = 87, 89
+HOT_FROM = 14  # the tick at which it reaches the first temperature, 2 s after the load began
 LOAD = range(12, 24)
 POWER_CAP, SOFTWARE_HEAT, HARDWARE_HEAT = "74", "269", "270"  # fields of nvml.h
-SOFTWARE, HARDWARE = 0x20, 0x40 | 0x08  # bits of the reasons
+SOFTWARE, HARDWARE = 0x20, 0x40 | 0x08  # bits of the reasons; 0x08 is HwSlowdown
 UNSUPPORTED = 3  # NVML_ERROR_NOT_SUPPORTED
-SOFTWARE_MHZ = (1980, 1905, 1830, 1740, 1650, 1575, 1515)  # tick by tick, then the last one
+# at successive ticks; the last one remains
+SOFTWARE_MHZ = (1980, 1905, 1830, 1740, 1650, 1575, 1515)
 
 
 class Tick:
-    """The GPU at one second of the tape."""
+    """The GPU in one second of the recording."""
 
     def __init__(self, second: int, by_hardware: bool) -> None:
         hot = second - HOT_FROM if second in LOAD else -1
@@ -43,20 +45,20 @@ class Tick:
         if hot >= 0:
             self.reasons = SOFTWARE
             self.mhz = SOFTWARE_MHZ[min(hot, len(SOFTWARE_MHZ) - 1)]
-        if hot >= 1 and by_hardware:  # the fan stands still
+        if hot >= 1 and by_hardware:  # the fan has stopped
             self.reasons = SOFTWARE | HARDWARE
             self.mhz = HIGHEST_MHZ // 2
             self.celsius = SLOWDOWN_CELSIUS
-        # power falls with the clock and the voltage, below the limit from the start
+        # power falls with clock and voltage, and is below the limit from the start
         self.watts = 80.0 if second not in LOAD else 80 + 560 * (self.mhz / HIGHEST_MHZ) ** 2
 
 
 def make_hot(
     rows: list[dict[str, Any]], by_hardware: bool = False, counters: bool = True
 ) -> list[dict[str, Any]]:
-    """Return a tape's rows with the answers about GPU 1 that heat changes.
+    """Return a recording's rows with the answers about GPU 1 that heat changes.
 
-    With `by_hardware`, its clocks are also halved. Without `counters`, the chip has no counters of
+    With `by_hardware`, its clocks are halved as well. Without `counters`, the chip doesn't count
     throttled time.
     """
     ticks = [Tick(second, by_hardware) for second in range(32)]
@@ -90,7 +92,7 @@ def _row(key: tuple[str, str], answers: list[Any]) -> dict[str, Any]:
 
 
 def _count(ticks: list[Tick], bits: int) -> list[int]:
-    """The nanoseconds before each tick in which one of these reasons held."""
+    """Return the nanoseconds before each tick in which one of these reasons applied."""
     counted = [0]
     for tick in ticks[:-1]:
         counted.append(counted[-1] + 10**9 * bool(tick.reasons & bits))

@@ -1,5 +1,6 @@
-"""Trainings whose first rank is fast, but holds few rows at once; each function is one rank of a
-RankServer.
+"""Trainings whose first rank is fast but has memory for few rows.
+
+Each function is one rank of a RankServer.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from tests.support.lightning_programs import Module, make_trainer, points
 from tests.support.lightning_programs import Program as LightningProgram
 
 GLOBAL_BATCH, STEPS, EPOCHS = 24, 80, 4
-AT_ONCE = 20  # the most rows that the first rank's memory holds
+AT_ONCE = 20  # the largest number of rows that fit in the first rank's memory
 ROW_BYTES, OTHER_BYTES = 1e6, 1e7
-SECONDS_PER_ROW = (0.1, 0.7)  # of the ranks
+SECONDS_PER_ROW = (0.1, 0.7)  # of each rank
 
 
 def train(folder: Path, rank: int, trainer: str, rebalance: bool) -> None:
-    """Train with even shares, or with shares that change; keep what was seen."""
+    """Train with even shares, or with shares that change, and save the results."""
     torch.set_num_threads(1)
     audit_first_step()
     torch.save(globals()[f"by_{trainer}"](rank, rebalance), folder / f"{rank}.pt")
 
 
 def by_transformers(rank: int, rebalance: bool) -> dict[str, Any]:
-    """A bare Trainer."""
+    """Train with a plain Trainer."""
     torch.manual_seed(0)
     kind = with_plan(Trainer, ratios=(1, 1), global_batch=GLOBAL_BATCH, rebalance=rebalance)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +61,7 @@ def by_transformers(rank: int, rebalance: bool) -> dict[str, Any]:
 
 
 def by_lightning(rank: int, rebalance: bool) -> dict[str, Any]:
-    """Lightning's automatic optimization."""
+    """Train with Lightning's automatic optimization."""
     split = Split(ratios=(1, 1), global_batch=GLOBAL_BATCH, rebalance=rebalance)
     module = Module(manual=False)
     with tempfile.TemporaryDirectory() as folder, capped(rank, module.layers) as passes:
@@ -72,7 +73,7 @@ def by_lightning(rank: int, rebalance: bool) -> dict[str, Any]:
 
 
 def by_loop(rank: int, rebalance: bool) -> dict[str, Any]:
-    """A loop that computes its batches by `split.step`."""
+    """Train in a loop that computes its batches with `split.step`."""
     split = Split(ratios=(1, 1), global_batch=GLOBAL_BATCH, rebalance=rebalance)
     torch.manual_seed(0)
     model = Plain()
@@ -103,7 +104,7 @@ def describe(training: Any, model: Any, passes: list[int]) -> dict[str, Any]:
 
 @contextmanager
 def capped(rank: int, layers: Any) -> Iterator[list[int]]:
-    """Stand in for the ranks' memory and speed; gives the rows of each pass that trains."""
+    """Simulate the ranks' memory and speed; yield the rows of each pass that trains."""
     passes: list[int] = []
     trains = torch.is_grad_enabled
 
