@@ -37,7 +37,7 @@ from tests.support.heat_tape import SOFTWARE_MHZ, make_hot
 from tests.support.nvml_tape import NvmlPlayer
 
 TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
-BEFORE = 12.1  # the second GPU's clock is still its highest
+BEFORE = 12.1  # a time when the second GPU's clock is still its highest
 BEGIN, END = 16.1, 20.1  # the recorder asked for the counters every four seconds
 POWER_MHZ, HIGHEST_MHZ = 1440, 1980  # at tick 20
 STEPS = 40
@@ -50,7 +50,7 @@ Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 @pytest.fixture
 def tape(tmp_path: Path) -> Callable[..., NvmlPlayer]:
-    """The recorded tape, changed."""
+    """Return a function that changes the recording and returns a player of it."""
 
     def make(change: Change = list) -> NvmlPlayer:
         header, *rows = map(json.loads, TAPE.read_text().splitlines())
@@ -62,7 +62,9 @@ def tape(tmp_path: Path) -> Callable[..., NvmlPlayer]:
 
 
 def with_higher_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As of GeForce cards, whose driver names a clock above all that they reach."""
+    """Return rows like those of GeForce cards, whose driver names a higher clock than they ever
+    reach.
+    """
     for row in rows:
         if row["call"] == "nvmlDeviceGetMaxClockInfo":
             row["answers"] = [[at, 2500] for at, _ in row["answers"]]
@@ -70,7 +72,7 @@ def with_higher_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def name_in_search(player: NvmlPlayer, monkeypatch: pytest.MonkeyPatch) -> list[TrainingLimit]:
-    """The limits of a step that a probe timed on the second GPU meanwhile."""
+    """Return the limits of a step that a probe timed on the second GPU meanwhile."""
     device = Device("GPU-1", 1, "NVIDIA H200", "gpu", None)
     clock = SimpleNamespace(monotonic=lambda: player.now)
     monkeypatch.setattr(gpu_reader, "time", clock)
@@ -108,7 +110,7 @@ def name_in_search(player: NvmlPlayer, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def name_in_training(player: NvmlPlayer) -> list[str]:
-    """The causes on the Trainings screen of a training on the second GPU, at tick 22."""
+    """Return the causes on the Trainings screen for a training on the second GPU, at tick 22."""
     builder = SnapshotBuilder(TrainingRates(lambda: ()), lambda: player.now)
     source = NvmlSource(library=player, builder=builder)
     for tick in range(23):
