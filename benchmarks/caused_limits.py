@@ -1,11 +1,12 @@
-"""What limits real trainings with one known cause each, on two ranks of a CPU: `python -m
-benchmarks.caused_limits [--turns 1]`.
+"""Check the limits and gains that evener names for training runs with one known cause.
 
-Each training is one of tests/support/caused_trainings.py. Prints a line for each: whether its cause
-is named first, or, of plain ones, nothing. Then the gain that was promised beside the one that the
-remedy gives: that of the same training without its cause or, where the remedy halves it, of half
-its time. Several turns give the median of it. The cores are free in the end: give two or more that
-nothing else uses.
+  python -m benchmarks.caused_limits [--turns 1]
+
+The training runs of tests/support/caused_trainings.py run on two CPU ranks. Prints one line per
+run: "ok" if its cause is named first (or, for a plain run, if no limit is named), else "MISS". Then
+compares the promised gain of each remedy with its real gain, taken from the same run without the
+cause or, if the remedy halves the cause's time, with half of that time. The gains are medians over
+the turns. The benchmark needs two or more idle cores.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import torch.multiprocessing as mp
 from evener.launch.summary import TrainingSummary, summarize_training
 from tests.support.rank_server import place_ranks
 
-CLOSE = 0.15  # of the true gain
+CLOSE = 0.15  # largest relative error of a gain that counts as right
 # the fraction of a cause's time that its remedy saves
 SAVED = {"optimizer": 0.5, "checkpoints": 0.5, "validation": 0.5, "validation between epochs": 0.5}
-# whose remedy is another division of the rows: without the cause, both ranks would be fast
+# causes whose remedy divides the rows differently: without the cause, both ranks would be fast
 OTHERWISE = ("unequal",)
 
 
 def run_rank(rank: int, folder: str, places: list[dict[str, str]]) -> None:
-    """Train as one rank."""
+    """Train all the cases as one rank."""
     os.environ |= {**places[rank], "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     from tests.support.caused_trainings import train_all
 
@@ -40,7 +41,7 @@ def run_rank(rank: int, folder: str, places: list[dict[str, str]]) -> None:
 
 
 def summarize(folder: Path) -> Iterator[tuple[str, TrainingSummary]]:
-    """The summary of each training."""
+    """Yield the name and the summary of each training run."""
     from tests.support.caused_trainings import read_record
 
     ranks: list[dict[str, Any]] = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -53,7 +54,7 @@ def summarize(folder: Path) -> Iterator[tuple[str, TrainingSummary]]:
 
 
 def judge_causes(summaries: Mapping[str, TrainingSummary]) -> None:
-    """A line for each training: what is named."""
+    """Print for each training run whether the limit named first is its cause."""
     from tests.support.caused_trainings import FIRST, PLAIN
 
     for cause, summary in summaries.items():
@@ -68,7 +69,7 @@ def judge_causes(summaries: Mapping[str, TrainingSummary]) -> None:
 
 
 def judge_gains(turns: list[dict[str, TrainingSummary]]) -> None:
-    """A line for each cause: the promised gain of each turn, and the true one of their medians."""
+    """Print for each cause the promised gain and the true one, as medians over the turns."""
     from tests.support.caused_trainings import PLAIN
 
     plain_s = median(turn[PLAIN[0]].step_s for turn in turns)
@@ -95,7 +96,7 @@ def judge_gains(turns: list[dict[str, TrainingSummary]]) -> None:
 
 
 def main() -> None:
-    """Train and print."""
+    """Train the cases, and print their limits and gains."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=1)
     turns = []

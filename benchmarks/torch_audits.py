@@ -598,9 +598,9 @@ def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: 
 
 
 def measure_first(tiny: bool) -> None:
-    """Print what a first audit takes once its passes have been computed bare, in float32.
+    """Print the duration of a first audit in float32, after plain passes.
 
-    A training under autocast has loaded no kernels of float32 before its first audit.
+    A run under autocast has loaded no float32 kernels before its first audit.
     """
     words, length = (500, 32) if tiny else (32_000, 256)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""nanochat's pretraining, unchanged, on texts made here: `chat.py FOLDER` of its repository."""
+"""Run nanochat's unchanged pretraining on generated texts: `chat.py FOLDER` of its repository."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 
 def write_inputs(folder: Path) -> None:
-    """A tokenizer of single bytes and two files of texts, where nanochat looks for them."""
+    """Write a tokenizer of single bytes and two files of texts where nanochat looks for them."""
     letters = {bytes([number]): number for number in range(256)}
     marks = {f"<|{name}|>": 256 + place for place, name in enumerate((*SPECIAL, *TOOLS))}
     encoding = tiktoken.Encoding(

@@ -1,6 +1,6 @@
-"""Small loops of what popular programs do beside plain training: `loops.py KIND`.
+"""Small loops with typical additions of popular programs: `loops.py KIND`.
 
-Each trains in float64, so that a difference would show.
+Each loop trains in float64, so that a difference would show.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 
 def draw_rows(count: int = 192) -> TensorDataset:
-    """Rows of six numbers, with a class."""
+    """Return rows of six random numbers with a class."""
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(count, 6, generator=drawn)
     return TensorDataset(x, torch.randint(0, 3, (count,), generator=drawn))
 
 
 def make_loader(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    """A loader of four rows a rank."""
+    """Return a loader of four rows per rank."""
     return DataLoader(data, 4, sampler=DistributedSampler(data, seed=3), **options)
 
 
 def make_model(compiled: bool = False) -> tuple[Any, torch.optim.Optimizer]:
-    """A network in DistributedDataParallel, and its optimizer."""
+    """Return a network in DistributedDataParallel, and its optimizer."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     model = DistributedDataParallel(torch.compile(net, backend="eager") if compiled else net)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(batches: Any, epochs: int = 2, compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """The usual loop; gives each step's output and classes once it is taken."""
+    """Train in the usual loop; yield the output and the classes of each step after it."""
     model, optimizer = make_model(compiled)
     for _ in range(epochs):
         for x, classes in batches:
@@ -49,14 +49,14 @@ def train(batches: Any, epochs: int = 2, compiled: bool = False) -> Iterator[tup
 
 
 def train_plain() -> None:
-    """A compiled network, with the mean of ranks' losses for the log."""
+    """Train a compiled network, and reduce the loss over the ranks for a log."""
     for out, classes in train(make_loader(draw_rows()), compiled=True):
         loss = F.cross_entropy(out, classes)
         dist.all_reduce(loss)
 
 
 def train_stream() -> None:
-    """A data set without a length."""
+    """Train on a data set without a length."""
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -66,7 +66,7 @@ def train_stream() -> None:
 
 
 def train_prefetched() -> None:
-    """The next batch is taken while one is trained, as by apex's examples."""
+    """Fetch the next batch before the current one is trained, like apex's examples."""
 
     class Prefetcher:
         def __init__(self, loader: Any) -> None:
@@ -84,7 +84,7 @@ def train_prefetched() -> None:
 
 
 def train_mixed() -> None:
-    """Mixup by a permutation of len(x)."""
+    """Train with mixup by a permutation of len(x)."""
     model, optimizer = make_model()
     for _ in range(2):
         for x, classes in make_loader(draw_rows()):
@@ -97,14 +97,14 @@ def train_mixed() -> None:
 
 
 def train_gathered() -> None:
-    """Predictions of all ranks, gathered in each step."""
+    """Gather the predictions of all ranks in each step."""
     for out, _ in train(make_loader(draw_rows())):
         every = [torch.zeros_like(out) for _ in range(2)]
         dist.all_gather(every, out)
 
 
 def train_centred() -> None:
-    """A centre of all ranks' outputs, as DINO's, which the next step's loss subtracts."""
+    """Subtract a running mean of all ranks' outputs in the next step's loss, like DINO."""
     model, optimizer = make_model()
     centre = torch.zeros(3)
     for _ in range(2):
@@ -121,7 +121,7 @@ def train_centred() -> None:
 
 
 def train_whole() -> None:
-    """Items that are whole batches, as kohya's data sets have them."""
+    """Train on a data set whose items are whole batches, like kohya's."""
     data = draw_rows()
 
     class Batches(Dataset[Any]):
@@ -137,12 +137,12 @@ def train_whole() -> None:
 
 
 def split_columns(rows: Any) -> Any:
-    """The collate_fn of torchvision's reference."""
+    """Collate rows like torchvision's reference."""
     return tuple(zip(*rows, strict=True))
 
 
 def train_boxes() -> None:
-    """torchvision's reference loop of detection: lists of pictures, and of their targets."""
+    """Train a detector like torchvision's reference, on lists of images and of their targets."""
     from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn as make
 
     drawn = torch.Generator().manual_seed(1)

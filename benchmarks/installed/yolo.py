@@ -15,7 +15,7 @@ from ultralytics.models.yolo.classify import ClassificationTrainer
 
 
 class OnCpus(ClassificationTrainer):  # type: ignore[misc]  # ultralytics is not followed
-    """Makes a process group as it does for GPUs."""
+    """Creates a process group on CPUs, as the trainer does on GPUs."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -195,7 +195,7 @@ def _stay_on_cpu(torch: Any) -> None:
 
 
 def _is_available(wrapped: Any, _: Any, arguments: Any, __: Any) -> bool:
-    """True for the script itself, which would train without a process group or end otherwise."""
+    """Return True to the script itself, which would otherwise use no process group or exit."""
     asks = sys._getframe(1).f_globals.get("__name__")
     return asks in ("__main__", "__mp_main__") or bool(wrapped(*arguments))
 

@@ -76,7 +76,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the type of a tensor or array, with any number of rows; a scalar's type is its own."""
+    """Return the type of a tensor or array with an open number of rows; scalars keep their type."""
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []

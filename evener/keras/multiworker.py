@@ -437,7 +437,7 @@ class Workers:
         """Return the tensors summed over the processes.
 
         Also records all processes' compute times and digests, which are summed as type `kind`.
-        `times` are when this process's step began, and when its tensors were ready.
+        `times` are the times at which this process's step began and its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels

@@ -421,7 +421,7 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares; without passes if each pass has a whole share."""
+    """Return the cut by these shares, without passes if each share fits in one pass."""
     return Cut(shares, micros=() if micros == shares else micros)
 
 

@@ -29,7 +29,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What one rank saw in the even steps."""
+    """What one rank observed in the even steps."""
 
     exchanged: str  # a collective and its place in the program's code, or ""
     ahead: int  # the batches that its loader has drawn already
@@ -75,7 +75,7 @@ class EvenStart:
             self._exchanged = f"{name} ({place})"
 
     def _after_batch(self, _: Sequence[int]) -> None:
-        """Count a batch; at the end of the even steps, go on by the plan's shares or stay even."""
+        """Count a batch; after the last even step, switch to the plan's shares or stay even."""
         if self.is_over:
             return
         self._batches += 1

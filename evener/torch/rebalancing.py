@@ -183,9 +183,9 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the largest pass, in rows, that fits beside the gradients of the passes before.
+        """Return the largest pass, in rows, that fits along with the gradients of earlier passes.
 
-        Return 0 if that is unknown, or if this rank's share can't be divided into more passes.
+        Return 0 if it is unknown, or if this rank's share can't be divided into more passes.
         """
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
@@ -196,7 +196,7 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """True if shares may be divided into as many passes as they need."""
+        """True if shares may be divided into as many passes as necessary."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:

@@ -63,10 +63,10 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the most rows of a pass if `beside_bytes` more are held while it is computed.
+        """Return the maximum rows of a pass while `beside_bytes` of other memory are in use.
 
         The fraction `left` of the capacity stays free. Return 0 if peaks of fewer than two sizes
-        were recorded, which don't show what doesn't depend on the rows.
+        were recorded, because these don't show which memory is independent of rows.
         """
         if self.sizes < 2:
             return 0

@@ -107,7 +107,7 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """The most rows of a pass now; None if the plan's passes aren't cut."""
+        """The current maximum number of rows per pass; None if there is no limit."""
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 

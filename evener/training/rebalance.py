@@ -84,13 +84,13 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a rank's memory holds."""
+    """The rows that a rank's memory can hold."""
 
     at_once: int  # the most rows of a share that is computed in one pass
     in_several: int  # the most rows of each of several passes; 0 if a share can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return the most rows of each pass of a share."""
+        """Return the maximum number of rows in each pass of a share."""
         return self.in_several if self.in_several and share > self.at_once else share
 
 
@@ -240,7 +240,7 @@ class Rebalancer:
         return None
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
-        """Set what each rank's memory holds from now on.
+        """Set the rows that each rank's memory can hold from now on.
 
         If that changes the number of passes of the current shares, past windows are dropped.
         """
@@ -251,7 +251,7 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return what a rank's memory holds, by the plan, by measurement or by assumption."""
+        """Return the rows that a rank's memory holds, from the plan, a measurement or a guess."""
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
             return Room(most, most * self._passes)

@@ -246,10 +246,10 @@ def _find_host(
 
 
 def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
-    """Return the seconds of a rank's step in which it waits for ranks that get no core.
+    """Return the time for which a rank waits for ranks without a core in a step, in seconds.
 
-    They are those in which one of the last ranks waits, if all ranks are starved: each of them is
-    the last one in some steps.
+    It is the rank's whole waiting time if all ranks are starved, because each of them is the last
+    one in some steps; otherwise 0.
     """
     return step.waiting_s if all(each.starved >= LEAST_SHARE for each in ranks) else 0.0
 

@@ -1,4 +1,4 @@
-"""The user's build of a model in one thread, so that processes can be forked with the model.
+"""Build the user's model in a single thread, so that processes can be forked with it.
 
 A forked child's first parallel operation hangs if PyTorch had several threads before the fork.
 """
@@ -16,7 +16,7 @@ from ..protocol import WorkerSetup
 from .user_model import load_recipe
 from .workload import Recipe, TorchWorkload
 
-# functions by which a build may learn its rank
+# functions from which a build may learn its rank
 ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
@@ -24,7 +24,7 @@ class BuiltRecipe:
     """A recipe that was built before its process knew its device or its group."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Build it. Exceptions of the user's code propagate."""
+        """Build the recipe; exceptions of the user's code propagate."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)  # as before each build
@@ -46,7 +46,7 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Replace the functions that tell a rank by what `noting` makes of them."""
+    """Replace the functions that return a rank by the results of `noting`."""
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():
         setattr(dist, name, noting(function, f"torch.distributed.{name}()"))

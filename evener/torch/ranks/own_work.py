@@ -224,9 +224,10 @@ class StepTimer:
     but the sums include its time. If steps are short, only some batches are timed, and represent
     the others in the sums. Files and validation are timed in all batches, by the host.
 
-    A timed batch has marks (`_marks`); of another one only the current phase is kept (`_doing`).
-    Between two steps of a real model little of this code is left in the core's cache, so what
-    counts is how much of it runs: methods deal with batches that aren't timed first, at once.
+    A timed batch has marks (`_marks`); for any other batch only the current phase is kept
+    (`_doing`). Little of this code stays in the CPU's cache between two steps of a real model, so
+    the amount of code that runs matters: methods handle batches that aren't timed first, and
+    return.
     """
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
@@ -339,9 +340,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time since the phase between two steps began as time for files, if any were
-        written; for a batch that isn't timed.
-        """
+        """In a batch that isn't timed, count the time between steps for files, if any were written."""
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
@@ -578,7 +577,7 @@ class StepTimer:
                 self._count_written()
 
     def _note_validated(self) -> None:
-        """Count the time of validation in a batch that isn't timed, which ends."""
+        """Count the time of a validation that ends in a batch that isn't timed."""
         begun, ended = self._validated
         self._untimed.validation_s += (ended or time.perf_counter()) - begun
 

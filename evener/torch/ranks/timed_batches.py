@@ -45,7 +45,7 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        It is called for numbers in rising order, at least for those that `find_next` names.
+        Call this for increasing numbers, including all those that `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
@@ -54,7 +54,8 @@ class TimedBatches:
     def find_next(self, number: int) -> int:
         """Return the next number after this one for which `is_timed` has to be called.
 
-        It is timed by the present stride, or begins a block, in which the stride may be another.
+        The batch of that number is timed with the current stride, or begins a block with a new
+        stride.
         """
         for following in range(number + 1, number + BLOCK_BATCHES):
             if following % BLOCK_BATCHES == 0 or self._is_chosen(following):

@@ -423,7 +423,7 @@ class Sharded:
     def _flag(self, fired: list[bool]) -> torch.Tensor:
         """Return the flags as a tensor on the device.
 
-        Flags that were sent before are copied there: the host would wait for a copy of its own.
+        The last tensor is kept for equal flags, because the host waits for each copy to the device.
         """
         known = tuple(fired)
         if known != self._known_flags[0]:

@@ -39,10 +39,10 @@ class MemoryGauge:
         return self._peaks.most_rows(self._capacity_bytes, self._left)
 
     def most_in_several(self, gradient_bytes: float) -> int:
-        """Return the most rows of each of several passes that are predicted to fit.
+        """Return the maximum rows in each of several passes that are predicted to fit.
 
-        The gradients of the passes before, of `gradient_bytes`, are held while a pass is computed.
-        Return 0 without a prediction. `measure` has to be called before.
+        While a pass is computed, memory also holds the gradients of earlier passes, which take
+        `gradient_bytes`. Return 0 without a prediction. Call `measure` before.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 
