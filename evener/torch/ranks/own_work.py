@@ -340,7 +340,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """In a batch that isn't timed, count the time between steps for files, if any were written."""
+        """Count the time between two steps for files if any were written, in an untimed batch."""
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
