@@ -147,7 +147,7 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
 
 
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
-    """Also for a layout that wasn't chosen, because the model is the same."""
+    """A layout that wasn't chosen counts too, because the model is the same."""
     seen = [
         timed(MeasurementDoubt("not_finite", 57.0, 1), layout=EVEN),
         timed(MeasurementDoubt("not_finite", 3.0, 0), layout=EVEN),

@@ -35,7 +35,7 @@ OTHER = [
 
 @pytest.mark.parametrize(("types", "text"), MEMORY)
 def test_these_exceptions_mean_memory(types: tuple[str, ...], text: str) -> None:
-    """By the type, or by the text if a framework has no type for it."""
+    """They are recognized by their type, or by their text if a framework has no type for it."""
     assert failures.error_is_memory(types, text)
 
 

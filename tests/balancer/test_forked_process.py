@@ -74,7 +74,7 @@ def test_what_can_t_be_imported_is_left_to_the_children(
 def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As from a stop right after the start, because Python takes a moment to begin."""
+    """A stop right after the start sends such a signal, because Python takes a moment to begin."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(0.5)")
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     servers.append(server := ServerProcess({}, ()))

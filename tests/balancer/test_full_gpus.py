@@ -78,7 +78,7 @@ def test_a_full_gpu_beside_one_with_room_is_a_warning(nvml: Any) -> None:
 
 
 def test_a_gpu_with_enough_room_is_measured(nvml: Any) -> None:
-    """2 GiB of a large GPU, or the limit in the request."""
+    """Enough is 2 GiB of a large GPU, or the limit in the request."""
     fill(nvml, 0, 2 * GIB)
     fill(nvml, 1, GIB)
     assert not any("too little free memory" in note for note in resolve_notes("gpu:0,gpu:1@1GiB"))

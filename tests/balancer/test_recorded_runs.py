@@ -94,8 +94,9 @@ def test_the_chosen_layout_is_within_the_tolerance_of_all_that_was_measured(path
     "path", [path for path in RECORDED if "8GiB-5GiB" in path.stem], ids=lambda path: path.stem
 )
 def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
-    """8 GiB and 5 GiB: no device ran out more than twice, none in the race, and the plan ran on
-    both.
+    """With 8 GiB and 5 GiB, no device ran out more than twice, and none in the race.
+
+    The plan ran on both.
     """
     record = journal.read(path)
     full = [seen.seen for seen in record.seen if isinstance(seen.seen, OutOfMemory)]

@@ -484,7 +484,7 @@ def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
 def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(
     wrong: Request, named: str
 ) -> None:
-    """With a remedy, before anything is started."""
+    """The error has a remedy, and comes before anything is started."""
     with pytest.raises((RequestError, DeviceError), match=named) as fault:
         Session(open_run(wrong))
     assert fault.value.remedy

@@ -66,7 +66,7 @@ def test_a_step_takes_what_the_machine_says() -> None:
 
 
 def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
-    """For its time or its steps, though a step that never varies is known after a few.
+    """It takes all of its time or steps, even if a step that never varies is known after a few.
 
     A batch that is too large is an observation.
     """

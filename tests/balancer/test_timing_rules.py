@@ -260,7 +260,7 @@ def doubts(steps: list[float], **changes: float) -> set[str]:
 def test_a_doubt_begins_where_it_matters(
     steps: list[float], changes: dict[str, float], expected: set[str]
 ) -> None:
-    """Not at the noise of any measurement, and not only where it is obvious."""
+    """It doesn't begin at the noise of any measurement, nor only when it is obvious."""
     assert doubts(steps, **changes) == expected
 
 

@@ -242,7 +242,7 @@ def test_a_broken_line_is_named(own_state: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_entry_that_ctrl_c_has_interrupted_is_written_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the first one, while its folder is created."""
+    """The first entry can be interrupted while its folder is created."""
     monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc9")
     journal = TrainingJournal(["a"], [4])
     with monkeypatch.context() as patched:

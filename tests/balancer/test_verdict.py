@@ -145,7 +145,10 @@ def test_equal_devices_have_a_verdict_of_their_own() -> None:
 def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
     precision: str, known: bool, hardware: tuple[bool | None, ...], slow: tuple[str, ...]
 ) -> None:
-    """Requested, or because the model computes in it; not if all cards are equal, or unknown."""
+    """It counts if it was requested or if the model computes in it.
+
+    There is no note if all cards are equal, or if it is unknown.
+    """
     found = judged(
         result(SPLIT, 1000),
         request=Request(framework="torch", precision=precision),

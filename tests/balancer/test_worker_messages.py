@@ -118,7 +118,7 @@ def test_replies_travel_whole(reply: protocol.Reply) -> None:
     ],
 )
 def test_what_can_t_be_true_is_invalid(impossible: object) -> None:
-    """Numbers that no clock gives, messages of the other side, unknown ones."""
+    """It has numbers that no clock gives, messages of the other side, or unknown messages."""
     assert isinstance(parse_reply(msgspec.json.encode(impossible)), InvalidReply)
 
 

@@ -30,7 +30,7 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
 def test_where_the_driver_names_no_processes_the_load_is_said_alone(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """As in a container with its own process ids, or after a process has just ended."""
+    """This happens in a container with its own process ids, or after a process has just ended."""
     fake_nvml(gpus=1)
     (said,) = notes()
     assert said.startswith(

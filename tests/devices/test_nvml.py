@@ -277,7 +277,9 @@ def test_the_driver_is_unloaded_and_loaded_again(rig: Rig) -> None:
 
 
 def test_a_driver_that_was_replaced_is_opened_again(rig: Rig) -> None:
-    """An update without a reboot: library and kernel disagree until the modules are reloaded."""
+    """After an update without a reboot, library and kernel disagree until the modules
+    are reloaded.
+    """
     rig.tick()
     rig.nvml.unload(rig.nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     assert "different versions" in rig.tick(times=2).notes[0]

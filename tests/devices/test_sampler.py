@@ -102,7 +102,7 @@ def test_the_subscriber_gets_every_snapshot_and_the_source_is_closed_once() -> N
 
 
 def test_a_subscriber_that_comes_later_gets_what_follows() -> None:
-    """As in the app, which is imported while the first reading is taken."""
+    """The app is such a subscriber: it is imported while the first reading is taken."""
     source, got = Scripted(), list[Snapshot]()
     with sampling(source, 0.1) as sampler:
         wait_for(lambda: sampler.latest() is not None)

@@ -103,7 +103,9 @@ def test_cards_from_reference_units_follow_the_written_formula(name: str, units:
 
 
 def test_two_h200_take_what_was_measured() -> None:
-    """62.75 ms at (1024, 1024), 91.28 ms at (1536, 512): NVLink's cost, not PCIe's."""
+    """A step took 62.75 ms at (1024, 1024) and 91.28 ms at (1536, 512), the cost of NVLink, not
+    PCIe.
+    """
     machine = catalogue(["h200", "H200"])
     assert step_seconds(machine, (1024, 1024)) == pytest.approx(0.06275, rel=0.01)
     assert step_seconds(machine, (1536, 512)) == pytest.approx(0.09128, rel=0.01)

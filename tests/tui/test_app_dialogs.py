@@ -53,8 +53,9 @@ UNWRITABLE = {
 
 
 async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any) -> None:
-    """An unknown home, a long name, no name, and a long path: each error is in the dialog, which
-    stays open.
+    """The path has an unknown home, a long name, no name, or is long.
+
+    Each error is in the dialog, which stays open.
     """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -71,7 +72,9 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
 
 @pytest.mark.parametrize("key", ["question_mark", "enter"], ids=("help", "details"))
 async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str) -> None:
-    """At the size at which it opens, and at sizes to which the terminal is changed."""
+    """This is checked at the size at which it opens, and at sizes to which the terminal
+    is changed.
+    """
     app = app_of()
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the first snapshot")

@@ -93,7 +93,7 @@ async def test_a_start_that_fails_stays_in_the_form(
 
 
 async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any) -> None:
-    """A number, no device, a workload of the user's without a name."""
+    """Wrong are a number, a missing device, and a user's workload without a name."""
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -144,7 +144,9 @@ async def test_a_wrong_field_is_marked_until_the_form_is_right(
 
 
 async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: Any) -> None:
-    """However fast: text after Ctrl-U stays, and text after three Tabs is in the third field."""
+    """They may come very fast: text after Ctrl-U stays, and text after three Tabs is in the third
+    field.
+    """
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)

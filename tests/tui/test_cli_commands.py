@@ -222,9 +222,7 @@ def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[s
 def test_one_output_has_one_error_of_a_figure(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The table, the verdict, the warning and the measurement's line agree for any width of the
-    interval.
-    """
+    """For any width of the interval, the table, verdict, warning and measurement line agree."""
     machine = tmp_path / "noisy.toml"
     machine.write_text(
         '[[device]]\nname = "Noisy"\nmemory_mib = 4000\nmemory_base_mib = '

@@ -180,8 +180,9 @@ def test_progress_follows_a_session() -> None:
 
 
 def test_a_figure_has_the_same_error_in_every_place() -> None:
-    """Also if its interval is wider than the value: the lower half ends at 0, and ± is the upper
-    half.
+    """This holds even if the interval is wider than the value.
+
+    The lower half then ends at 0, and ± is the upper half.
     """
     noisy = msgspec.structs.replace(timed(solo(2, 0, 64)), low_seconds=0.0, high_seconds=1.2)
     figure = noisy.throughput

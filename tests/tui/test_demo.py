@@ -63,8 +63,9 @@ def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
 async def test_the_app_goes_from_the_search_to_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By itself: the result, how it was found, the training. A key opens another screen
-    as usual.
+    """It shows the result, the search and the training without any key.
+
+    A key opens another screen as usual.
     """
     for name in ("FIRST_SECONDS", "RESULT_SECONDS", "READING_SECONDS"):
         monkeypatch.setattr(demo, name, 0.05)

@@ -73,7 +73,7 @@ class _Interrupted:
 def test_after_an_interrupt_nothing_of_the_live_view_is_left(
     events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only messages: what ran, that it stops, and why there is no plan."""
+    """Only messages remain: what ran, that it stops, and why there is no plan."""
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(

@@ -35,7 +35,7 @@ def send(port: int, data: bytes) -> bytes:
 
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also a client that connects and sends nothing, or half a request, until its time is over."""
+    """One client connects and sends nothing, or half a request, until its time is over."""
     pytest.importorskip("prometheus_client")
     from evener.devices.network import Address
     from evener.tui.serve import metrics

@@ -190,7 +190,7 @@ def test_the_trainings_look_as_they_did(
     size: tuple[int, int],
     state: str,
 ) -> None:
-    """No training yet; one whose second rank delays the other; and the same after its end."""
+    """There is no training yet; then one whose second rank delays the other; then it has ended."""
     snapshots = _two_minutes(script, 2)
     if state != "none":
         snapshots = [msgspec.structs.replace(each, reports=_train(each)) for each in snapshots]

@@ -228,7 +228,7 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -> None:
-    """As --balance measures it: the program makes it, and ends where it would train."""
+    """The option --balance measures it: the program makes it, and ends where it would train."""
     skip_without("transformers")
     found = trainer_ranks(
         f"{SCRIPTS}.save_captured_trainer", TRAINER, imports="transformers.trainer"

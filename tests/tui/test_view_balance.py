@@ -80,7 +80,7 @@ def _text(lines: Any) -> str:
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> None:
-    """820, 820 = 2 × 410, 820 = 2 × 273 + 274: both sides of = are equal."""
+    """Both sides of = are equal: 820, 820 = 2 × 410, 820 = 2 × 273 + 274."""
     whole, *passes = write_share(batch, micro).split(" = ")
     assert int(whole) == batch
     terms = [
@@ -405,7 +405,7 @@ def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
 
 
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
-    """In the search's own text, and in device rows that are wide enough."""
+    """The search's own text says it, and so do device rows that are wide enough."""
     running = tuple(
         ProbeProgress(
             Probe(solo(2, device, 8), Stage.SOLO, 10.0), "building", None, None, 0.0, seconds

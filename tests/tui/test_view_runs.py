@@ -34,7 +34,7 @@ RUN = RunSummary(
 
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
-    """Its id, which other commands need, its devices, throughput and ratios."""
+    """The panel has its id, which other commands need, its devices, throughput and ratios."""
     lines, _ = table_lines(Grid(RUN_COLUMNS), (RUN,), width, 5, Position())
     row = lines[1].text
     assert len(row) <= width

@@ -35,8 +35,8 @@ GRID = Grid(COLUMNS)
 def test_a_scrolled_table_is_full_and_counts_what_it_hides(
     count: int, height: int, cursor: int, top: int, width: int
 ) -> None:
-    """Whatever it showed before: the cursor is visible, and no row is empty while others are
-    hidden.
+    """The cursor is visible, and no row is empty while others are hidden, whatever was shown
+    before.
     """
     rows = range(count)
     position = Position(min(cursor, max(0, count - 1)), top)

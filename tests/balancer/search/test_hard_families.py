@@ -52,7 +52,10 @@ def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
     ],
 )
 def test_slow_steps_leave_time_for_the_plan_that_matters(family: str, seed: int, mode: str) -> None:
-    """Steps of up to 12 s, of which the budget has about ten: 39 to 100 % were lost before."""
+    """Steps take up to 12 s, so the budget has time for about ten.
+
+    Earlier versions lost 39 to 100 %.
+    """
     (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
     found = trials.run(case.machine, case.ask, case.seed)
     assert found.regret <= 0.3, found.why

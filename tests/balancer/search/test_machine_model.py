@@ -179,8 +179,9 @@ def test_the_same_shares_in_more_passes_are_another_measurement() -> None:
 
 
 def test_predictions_are_what_brute_force_finds() -> None:
-    """For a fixed batch, over all splits; for one device, as measured with the others idle if it
-    was.
+    """Brute force tries all splits of a fixed batch, and every batch of one device.
+
+    A device measured while the others were idle counts as measured.
     """
     found = model(*SOLOS, (SPLIT, Stage.SPLIT), global_batch=600)
     predicted = Predictions(found)

@@ -218,7 +218,7 @@ def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
 
 
 def test_identical_devices_get_the_even_split() -> None:
-    """The negative control: there is nothing to gain."""
+    """This is the negative control: there is nothing to gain."""
     bench = Bench(((20.0, 0.5, 0, 700),) * 5, 0.004)
     for options in ({"global_batch": 512}, {"global_batch": 513}, {"tolerance": 0.0}, {}):
         search, _ = searched(bench, bench.problem(**options))

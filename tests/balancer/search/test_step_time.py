@@ -266,7 +266,9 @@ def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
 def test_devices_that_noise_tells_apart_share_no_curve(
     devices: list[DeviceEvidence], groups: list[list[int]]
 ) -> None:
-    """A 10 % slower largest batch, one common batch, or a lost device: each has its own group."""
+    """Each has its own group: its largest batch is 10 % slower, it has one common batch, or it is
+    lost.
+    """
     assert sorted(group_devices(devices)) == groups
 
 

@@ -78,8 +78,8 @@ def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.02])
 def test_an_h200_whose_kernels_slow_down_is_trained_near_its_peak(tolerance: float) -> None:
-    """Not at the largest batch that fits, where a line through three batches has the most
-    samples/s.
+    """The plan isn't the largest batch that fits, which a line through three batches
+    would predict.
     """
     missed, ratio = regret(H200, tolerance)
     assert missed <= tolerance + NEAR
