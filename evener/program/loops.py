@@ -9,10 +9,10 @@ whole step has been observed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import Any, cast
+from itertools import chain, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,9 @@ class Loop:
         return None
 
 
+_OTHER_ROWS = "its sampler draws other rows each time that it is asked"
+
+
 class SharedBatches:
     """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
 
@@ -203,34 +206,69 @@ class SharedBatches:
         return self.given.__reduce_ex__(1)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield an epoch's batches.
+
+        The program's sampler draws one batch for each batch that is yielded. A loop may leave an
+        epoch early, and the next epoch's rows may depend on how far the sampler got.
+        """
         opens, self.opens, self.sampler = self.opens, False, None
-        yield from self._draw_batches() if opens else self.given
+        divided = self._divide() if opens else None
+        drawn = iter(self.given)
+        if divided is None:
+            yield from drawn
+            return
+        sampler, expected = divided
+        begun = list(islice(drawn, 1))
+        own = chain(begun, drawn)
+        if [list(batch) for batch in begun] != expected[:1]:
+            self.fault = _OTHER_ROWS
+            yield from own
+            return
+        self.sampler = sampler
+        yield from _draw_beside(sampler, own, expected)
 
-    def _draw_batches(self) -> Iterable[Any]:
-        """Return this rank's batches of an epoch, divided by shares.
+    def _divide(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
+        """Divide the rows of the next epoch by shares.
 
-        If that is impossible, set `fault` and return the original batches.
+        Return the sampler that divides them, and the batches that the program's own sampler is
+        expected to draw for this rank. If rows can't be divided, set `fault` and return None.
         """
         self.fault = ""
+        rank, world = dist.get_rank(), dist.get_world_size()
         try:
             every = draw_ranks(self.given)
+            again = _draw_rank(self.given, rank)
         except RequestError as error:
             self.fault = error.message
-            return cast(Iterable[Any], self.given)
-        own: list[Any] = list(self.given)
+            return None
         each = len(every[0][0])
-        shares = PROGRAM.shares or (each,) * dist.get_world_size()
-        if sum(shares) != each * dist.get_world_size():
+        shares = PROGRAM.shares or (each,) * world
+        if sum(shares) != each * world:
             self.fault = "its batches are of another size"
-        elif own != every[dist.get_rank()]:
-            self.fault = "its sampler draws other rows each time that it is asked"
+        elif again != every[rank]:
+            self.fault = _OTHER_ROWS
         if self.fault:
-            return own
+            return None
         rows = join_ranks(every)
         order = RowOrder(lambda _: rows, 1 + max(rows), 0)
-        self.digest = order.digest(0), len(own)
-        self.sampler = UnevenBatchSampler(len(order), shares, dist.get_rank(), order=order)
-        return self.sampler
+        self.digest = order.digest(0), len(again)
+        return UnevenBatchSampler(len(order), shares, rank, order=order), again
+
+
+def _draw_beside(
+    batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
+) -> Iterator[Any]:
+    """Yield the `batches` by shares, and take one batch of the program's sampler for each.
+
+    Raises RequestError if the sampler draws another batch than `expected`, because rows would then
+    be left out or trained twice.
+    """
+    for batch, own in zip(batches, expected, strict=True):
+        if list(next(drawn, ())) != own:
+            raise _uneven("its sampler draws other rows than it did when the epoch began")
+        yield batch
+    if next(drawn, None) is not None:
+        raise _uneven("its sampler draws more batches than it did when the epoch began")
 
 
 def name_own_sampler(sampler: Any) -> str:

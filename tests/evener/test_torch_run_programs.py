@@ -28,6 +28,7 @@ PARTS, SCRIPTS = "tests.support.run_parts", "tests.support.script_ranks"
 EXACT = [
     ("exact_loops", "two models"),
     ("exact_loops", "steps counted"),
+    ("exact_loops", "epochs left early"),
     ("unlike", "larger batches later"),
     ("unlike", "padding masked"),
     ("objects", "rows in an object"),

@@ -50,6 +50,32 @@ def clipped_norm() -> Any:
     return model
 
 
+class Reshuffled(DistributedSampler[Any]):
+    """Draws an epoch's rows from a generator, which only the end of an epoch seeds anew."""
+
+    def __init__(self) -> None:
+        super().__init__(points())
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(ROWS, generator=self.generator).tolist()
+        yield from order[self.rank :: self.num_replicas]
+        self.generator.manual_seed(99)
+
+
+@program
+def epochs_left_early() -> Any:
+    """Rows of an epoch depend on whether the epoch before it was read to its end."""
+    model, optimizer = start()
+    loader = load(sampler=Reshuffled())
+    for _ in range(6):
+        for number, (x, classes, _) in enumerate(loader):
+            update(optimizer, F.cross_entropy(model(x), classes))
+            if number == 3:
+                break
+    return model
+
+
 @program
 def cut_into_passes() -> Any:
     """Trains in passes of a fixed number of rows, weighted by rows, like composer's Trainer."""
