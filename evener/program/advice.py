@@ -34,9 +34,10 @@ _LOADER_OPTIONS: dict[str, Any] = {
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of PyTorch that make a script train on all GPUs.
 
-    It is called during a step of the script's optimizer, in a loop over `loader`. The lines keep
-    the global batch and can be inserted right before the outermost loop, whose line is named if it
-    is found; on a GPU the first line has to come before the model is moved there.
+    This function is called during a step of the script's optimizer, in a loop over `loader`. The
+    suggested lines keep the global batch. They can be inserted right before the outermost loop,
+    whose line number is in the message if it can be found. If the model is on a GPU, the first
+    line has to run before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     frame = _find_frame(weights, loader)
@@ -68,7 +69,7 @@ def advise_lightning() -> str:
     """Return a message with two lines of Lightning that make a script train on all devices.
 
     It is for a script whose Trainer uses one device although several ranks are available. The lines
-    keep the global batch: each rank has its own loader.
+    keep the global batch by dividing the batch size of each rank's loader by the number of ranks.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
@@ -79,7 +80,11 @@ def advise_lightning() -> str:
 
 
 def _share_rows(name: str, loader: Any) -> list[str]:
-    """Return the lines that give each rank its rows of a loader's batches."""
+    """Return the suggested lines that give each rank an equal part of a loader's batches.
+
+    `name` is the script's variable for the loader. If `loader` isn't a DataLoader with a batch
+    size, the lines contain placeholders for its arguments.
+    """
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return [
@@ -101,10 +106,11 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the stack frame whose variables the message names, or None.
+    """Return the stack frame whose variables the message names; None if no frame has them.
 
-    It is the outermost frame of the program's own code with variables for both the loader and a
-    trained model, or else for one of them. Lines inserted there run once, before all epochs.
+    `weights` has the ids of the optimizer's parameters. The result is the outermost frame of the
+    program's own code with variables for both the loader and a trained model, or otherwise for one
+    of the two. Lines inserted in the outermost frame run once, before all epochs.
     """
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
@@ -118,7 +124,11 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
-    """Return the names of the models that an optimizer trains, without nested models."""
+    """Return the names of the models that an optimizer trains, without nested models.
+
+    `names` maps the script's variables to their values, and `weights` has the ids of the
+    optimizer's parameters.
+    """
     left, found = set(weights), []
     ranked = sorted(names, key=lambda name: -_count_trained(names[name], weights))
     for name in ranked:
@@ -129,7 +139,10 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a frame, and the attributes of the script's own objects in it."""
+    """Map the names of a frame's variables to their values.
+
+    Attributes of objects of the script's own classes are included, named such as "self.model".
+    """
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
     for name, value in names.items():
@@ -161,7 +174,8 @@ def _describe_place(frame: FrameType) -> str:
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
     """Return the first line of the outermost loop around `line`; 0 if there is none.
 
-    Only loops in the function that begins at the line `first` count.
+    `body` is the parsed file. Loops outside of the function that begins at line `first` are
+    ignored.
     """
     found: list[int] = []
     for each in ast.walk(body):
@@ -173,14 +187,20 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 
 
 def _count_trained(value: Any, weights: set[int]) -> int:
-    """Return how many parameters of a model an optimizer trains; 0 for any other value."""
+    """Return how many parameters of a model an optimizer trains; 0 if `value` isn't a model.
+
+    `weights` has the ids of the optimizer's parameters.
+    """
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(each) in weights for each in value.parameters())
 
 
 def _own_frames() -> Iterator[FrameType]:
-    """Yield the stack frames of the program's own code, innermost first."""
+    """Yield the stack frames of the program's own code, innermost first.
+
+    Frames of installed libraries, Python and evener are skipped.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

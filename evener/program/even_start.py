@@ -1,10 +1,10 @@
 """The even steps with which a library's trainer begins under `evener run`.
 
-A trainer's loss can't be recorded as that of a plain loop is. So its first steps are even, and two
-things are observed in them: whether ranks compute the same gradient of the same rows, which the
-first audits compare, and whether the program's own code exchanges values between its ranks, which
-may enter a later loss. If neither says that uneven shares would change what is learned, the plan's
-shares follow.
+The loss of a trainer, unlike the loss of a plain loop, can't be recorded and computed again.
+Therefore every rank gets the same number of rows in the first steps, and two checks are made. The
+first audits check whether the plan's shares would give the same gradient. The collectives that the
+program's own code calls are observed, because their results may affect a later loss. If neither
+check finds that uneven shares would change what the model learns, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 class RankStart(msgspec.Struct):
-    """What one rank observed in the even steps."""
+    """What one rank observed in the even steps; ranks gather it when these steps end."""
 
-    exchanged: str  # a collective and its place in the program's code, or ""
-    ahead: int  # the batches that its loader has drawn already
+    exchanged: str  # a collective and its line in the program's own code; "" if it called none
+    ahead: int  # number of batches that the rank's loader has fetched ahead
 
 
 class EvenStart:
-    """Begins a training run with even shares, and ends them after the first audits.
+    """Starts a training run with even shares, and decides after the first audits how to go on.
 
-    `exchange` gathers a RankStart from every rank. At the end, `leave` is called on every rank, or
-    `stay` with the reason why shares have to stay even.
+    `training` is the PlannedTraining, and `exchange` gathers a RankStart from every rank. After the
+    last even step, every rank calls `leave` if the plan's shares take effect, or `stay` with the
+    reason why shares have to stay even. Neither is called if an audit has found a difference,
+    because the audit itself then makes shares stay even.
     """
 
     def __init__(
@@ -70,7 +72,10 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Note a collective that the program's own code calls during the even steps."""
+        """Record the first collective that the program's own code calls during the even steps.
+
+        `place` is the file and line of the call.
+        """
         if not self._exchanged:
             self._exchanged = f"{name} ({place})"
 
@@ -102,7 +107,8 @@ class EvenStart:
 def find_callback() -> str:
     """Return the file and line of the program's code that calls a collective in a trainer's step.
 
-    Return "" if a library or evener calls it, and outside of a trainer.
+    Call this function from the hook of the collective. The result, such as "train.py:12", is empty
+    if a library or evener makes the call, or if no trainer is on the call stack.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):
@@ -121,5 +127,8 @@ def find_callback() -> str:
 
 
 def comes_from_rows(name: str) -> bool:
-    """True if a collective's result may be computed from several ranks' rows."""
+    """True if a collective's result may be computed from several ranks' rows.
+
+    False only for broadcasts, whose result comes from one rank. `name` is the function's name.
+    """
     return name not in FROM_ONE

@@ -27,7 +27,7 @@ from ..torch.private import is_view
 from .guard import Guard
 from .origins import Origins, each_tensor_in
 
-# names of collectives' input and output arguments; "" if the output is returned
+# collective -> the names of its input and output arguments
 ARGUMENTS = {
     "all_reduce": ("tensor", "tensor"),
     "reduce": ("tensor", "tensor"),
@@ -46,6 +46,7 @@ ARGUMENTS = {
     "gather_object": ("obj", "object_gather_list"),
     "broadcast_object_list": ("object_list", "object_list"),
 }
+# the same for functional collectives, which return their output: its argument's name is ""
 FUNCTIONAL = {
     "all_reduce": ("self", ""),
     "broadcast": ("self", ""),
@@ -59,7 +60,7 @@ FUNCTIONAL = {
 # collectives whose result depends only on the sending rank
 FROM_ONE = {"broadcast", "broadcast_object_list"}
 _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
-# collectives that accept tensors of different sizes, and collectives for objects
+# collectives that accept tensors of different sizes
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
 LIBRARIES = {
@@ -94,12 +95,12 @@ class ExchangeCall(msgspec.Struct, frozen=True):
     place: str  # line in the program's own code, such as train.py:12
     function: Callable[..., Any]
     bound: inspect.BoundArguments
-    given: Any
-    filled: Any  # None if the call returns its result
+    given: Any  # the input argument
+    filled: Any  # the output argument; None if the call returns its result
 
     @property
     def words(self) -> str:
-        """The call's name and line, for messages."""
+        """The collective's name and line for messages, such as "all_reduce (train.py:12)"."""
         return f"{self.name} ({self.place})"
 
     def run(self, **other: Any) -> Any:
@@ -109,10 +110,10 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
 
 class Exchanges:
-    """Inspects the collectives that the program calls itself.
+    """Inspects the collectives that the program's own code calls.
 
-    `fault` is the reason why shares can't be uneven, or empty if there is none yet. `origins`
-    tracks what was computed from exchanged values. `note` is called for each exchange.
+    `fault` is the reason why shares can't be uneven; it is empty until a reason is found. `origins`
+    tracks what was computed from exchanged values. `note` is called for each collective.
     """
 
     def __init__(self, note: Callable[[], None]) -> None:
@@ -130,10 +131,11 @@ class Exchanges:
         guard: Guard | None,
         is_uneven: bool,
     ) -> Any:
-        """Call a collective; if `guard` is given, inspect what it exchanges.
+        """Call the collective `wrapped`, and return its result.
 
-        If shares are uneven (`is_uneven`), a gather returns the actual number of rows from each
-        rank.
+        If `guard` is given, check whether the exchanged values prevent uneven shares, and set
+        `fault` if so. If shares are uneven (`is_uneven`), a gather returns each rank's actual
+        number of rows. Collectives that a known library calls aren't inspected.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
@@ -157,8 +159,8 @@ class Exchanges:
     def note_entered(self, words: str, what: str) -> None:
         """Set `fault`, because values from a collective affect what the model learns.
 
-        `words` names the collective, and `what` says where its values go. Nothing changes if
-        `words` is empty or there is already a fault.
+        `words` names the collective, and `what` says where its values go, such as "its loss".
+        Nothing changes if `words` is empty or `fault` is already set.
         """
         if words and not self.fault:
             self.fault = (
@@ -168,7 +170,10 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Return a context for a function that itself handles different numbers of rows."""
+        """Return a context for a function that itself handles different numbers of rows.
+
+        In this context, collectives are called unchanged, and exchanged rows aren't a fault.
+        """
         before, self._knows_rows = self._knows_rows, True
         try:
             yield
@@ -215,9 +220,10 @@ class Exchanges:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """Return the call of a collective that is listed in ARGUMENTS or FUNCTIONAL.
+    """Bind the arguments of a collective that is listed in ARGUMENTS or FUNCTIONAL.
 
-    `place` is the file and line of the call in the program's own code.
+    Return the ExchangeCall, without calling the collective. `place` is the file and line of the
+    call in the program's own code.
     """
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
@@ -239,13 +245,19 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Drop what the guard recorded about the tensors that the call filled with values."""
+    """Make the guard treat the tensors that the call has filled as inputs.
+
+    How the program computed their previous contents no longer matters.
+    """
     for each in each_tensor_in(call.filled):
         guard.treat_as_input(each)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if the call exchanges a scalar that equals the rank's number of rows."""
+    """True if the call exchanges a scalar that equals `rows`, the rank's number of rows.
+
+    False for a single row, because many other values also equal 1.
+    """
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(each.detach()) == rows for each in numbers)
 
@@ -257,7 +269,8 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line in the program's own code that calls a collective.
 
-    The result is empty for internal calls of a known library.
+    The search starts at `frame`, the caller of the hook. The result, such as "train.py:12", is
+    empty if a library in LIBRARIES makes the call.
     """
     while frame is not None and is_between(frame):
         frame = frame.f_back
@@ -271,7 +284,7 @@ def find_caller(frame: FrameType | None) -> str:
 
 
 def name_package(frame: FrameType) -> str:
-    """Return the name of the package whose code a frame runs."""
+    """Return the name of the top-level package whose code a frame runs, such as "torch"."""
     return _module(frame).partition(".")[0]
 
 
@@ -280,7 +293,7 @@ def _module(frame: FrameType) -> str:
 
 
 def is_between(frame: FrameType) -> bool:
-    """True if a frame runs code that may stand between a program and a collective."""
+    """True if a frame runs a wrapper that a program calls to reach a collective (see _BETWEEN)."""
     name = _module(frame)
     return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
 
@@ -299,7 +312,8 @@ def is_installed(path: str) -> bool:
 def run_compared(call: ExchangeCall) -> Any:
     """Run the call; if ranks have different numbers of rows, gather each rank's actual rows.
 
-    Raises RequestError on every rank if their tensors can't be exchanged.
+    Return what the collective returns. Raises RequestError on every rank if the tensors differ in
+    other dimensions, or if the collective or its output can't hold different numbers of rows.
     """
     group, own = call.bound.arguments.get("group"), call.given
     single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
@@ -356,7 +370,10 @@ def _is_member(group: Any) -> bool:
 
 
 def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, ...]]:
-    """Return the shapes of all ranks' tensors, up to eight axes each."""
+    """Gather the shapes of a tensor from all ranks of a group, in rank order.
+
+    Only the first eight axes are included. `group` None is the default process group.
+    """
     axes = list(tensor.shape)[:_MOST_AXES]
     numbers = [len(axes), *axes, *[0] * (_MOST_AXES - len(axes))]
     own = torch.tensor(numbers, device=tensor.device)
@@ -367,12 +384,15 @@ def exchange_shapes(tensor: torch.Tensor, group: Any = None) -> list[tuple[int, 
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the tensor padded with zero rows at its end to `rows` rows."""
+    """Return the tensor with zeros appended along its first axis, up to `rows` rows."""
     return pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, rows - len(tensor))).contiguous()
 
 
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
-    """Return the rows of each rank, one tensor per rank."""
+    """Gather the rows of all ranks, and return one tensor per rank.
+
+    `counts` has each rank's number of rows. Ranks exchange tensors that are padded to the largest.
+    """
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(every, padded, group=call.bound.arguments.get("group"))
@@ -398,6 +418,6 @@ def _gather_to_tensor(call: ExchangeCall, counts: list[int]) -> None:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replace a tensor's size and data in place."""
+    """Replace the size and data of the tensor `place` by those of `rows`."""
     with torch.no_grad():
         place.set_(rows)

@@ -1,8 +1,9 @@
-"""The process group of a program.
+"""Prepare a process for the process group that its program creates.
 
-The group consists of ranks that evener started, or of processes that the program or its launcher
-started. The other ranks of evener wait until the first rank creates a process group with them. A
-process that evener didn't start gets a device according to its rank in its group.
+The group consists either of the ranks that `evener run` started, or of processes that the program
+or its launcher started. Evener's ranks after the first one wait to run the program until the first
+rank creates a group with them, because the program may never do so. A process that evener didn't
+start gets the plan's device for its rank in its group.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Prepare this process for the process group that the program creates, then create it."""
+    """Prepare this process for the process group that the program creates, then create it.
+
+    This function wraps `torch.distributed.init_process_group`. In a process that `evener run`
+    started, it releases evener's other ranks if they belong to the group. In any other process of
+    the program, it sets the device according to the process's rank.
+    """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)
@@ -78,9 +84,10 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return the rank and size in the group that is about to be created.
+    """Return this process's rank and the size of the group that is about to be created.
 
-    Return None if only its backend knows them.
+    `given` has the arguments of `init_process_group`. Return None if neither they nor the
+    environment specify both, as with MPI, whose backend determines them.
     """
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
@@ -98,8 +105,9 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    A script may choose another address for evener's ranks, so a different address alone doesn't
-    exclude them. It does if a launcher in the program has also started sibling ranks.
+    `method` is the script's `init_method`. A script may choose another address for evener's ranks,
+    so a different address alone doesn't exclude them. A different address excludes evener's ranks
+    only if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -115,7 +123,11 @@ def _own_address() -> str:
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
-    """Return HOST:PORT of the group's rendezvous."""
+    """Return HOST:PORT of the group's rendezvous.
+
+    The address comes from `method` if that is a tcp:// URL, otherwise from the environment
+    `variables`.
+    """
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
     host, port = (variables.get(name, "") for name in _ADDRESS)
@@ -123,9 +135,10 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_environment(process: str) -> dict[str, str]:
-    """Return the environment with which a process was started.
+    """Return the environment variables with which a process was started.
 
-    The result is empty if the process belongs to another user.
+    `process` is a process ID or "self". The result is empty if the process has exited or belongs
+    to another user.
     """
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
@@ -135,7 +148,11 @@ def _read_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if a launcher in this program has also started another rank."""
+    """True if a launcher in this program has also started another rank.
+
+    `own` has this process's environment variables. A sibling has the same run, rendezvous address
+    and number of ranks, but another rank.
+    """
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
         other = _read_environment(process)
@@ -146,10 +163,11 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _take_device(place: GroupRank) -> None:
-    """Give this process, which evener didn't start, the plan's device for its rank.
+    """Set the device of this process, which evener didn't start, to the plan's device for its rank.
 
-    If the program started another number of processes than the plan has shares, the plan is ignored
-    and the program starts with even shares.
+    If the number of processes differs from the plan's number of shares, the plan is ignored and the
+    program starts with even shares. If there are more processes than shares, several processes use
+    one device.
     """
     # these variables belong to the process that started this one
     if place.is_given and is_started_rank():
@@ -169,7 +187,10 @@ def _take_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Remove evener's restriction to loopback if the group spans several machines."""
+    """Remove evener's restriction of Gloo and NCCL to loopback if the group spans several machines.
+
+    Otherwise the machines couldn't reach each other.
+    """
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -185,16 +206,20 @@ def _keep_to(device: str) -> None:
 
 
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Start processes for torch.multiprocessing without evener's rank variables."""
+    """Start processes for torch.multiprocessing without evener's rank variables.
+
+    This function wraps `torch.multiprocessing.spawn.start_processes`.
+    """
     with _without_rank():
         return wrapped(*arguments, **keywords)
 
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which a process that is still a single rank has no rank variables.
+    """Return a context in which a process that still trains alone has no rank variables.
 
-    Otherwise its children would act as the ranks that evener started.
+    Otherwise its child processes would act as the ranks that evener started. A rank that has
+    already created a group with evener's other ranks keeps its variables.
     """
     alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}

@@ -58,15 +58,18 @@ class Guard(Recorder):
 
     After the first backward pass, `fault` explains why shares would change what the model learns,
     or why this can't be determined; it is empty if shares change nothing. `measured` is True if the
-    rows were computed both ways and the results differ. `few` returns a few rows of the batch,
-    collated as the shares would collate them, if that differs from slicing the batch. `rows` is the
-    number of rows that the loader took for the batch; it counts where the batch's tensors differ in
-    length, as in a batch of graphs. `sketcher` creates the GradientSketcher that computes
-    gradients; the default computes only the models' gradients.
+    rows were computed in equal parts and in parts by shares, and the results differ.
 
-    If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
-    the same passes. `agree` exchanges each rank's fault before and after these passes, and returns
-    a fault of any rank.
+    `few` returns a few rows of the batch, collated as the shares would collate them, or None if
+    rows should be cut from the batch instead. `rows` is the number of rows that the loader took for
+    the batch. It is only used if the batch's tensors differ in length, as in a batch of graphs.
+    `origins` tracks the values that ranks exchange; None ignores them. `sketcher` creates the
+    GradientSketcher that computes gradients; by default, only the models' gradients are computed.
+    `step` is the number of the training step, for messages.
+
+    If ranks communicate in the models' layers, `agree` is given. Losses are then compared instead
+    of gradients, and all ranks compute the same passes. `agree` exchanges each rank's fault before
+    and after these passes, and returns a fault of any rank.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Guard(Recorder):
 
     @property
     def done(self) -> bool:
-        """True once a backward pass has begun, or if recording has ended."""
+        """True once a backward pass has begun or the guard was closed."""
         return self.losses > 0 or not self._handles
 
     def __torch_function__(
@@ -115,12 +118,15 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Track what a function computes from values that ranks exchanged."""
+        """Record that a function's result depends on exchanged values, if its arguments do."""
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss's value before an in-place collective overwrote it."""
+        """Return the loss as a number; if a collective overwrote it in place, its previous value.
+
+        The recorded calls compute the previous value, which only this rank's rows determine.
+        """
         return super().read_loss(self._before.get(address(loss), loss))
 
     def _write(self, *arguments: Any, **options: Any) -> None:
@@ -135,7 +141,7 @@ class Guard(Recorder):
 
     @property
     def is_inside(self) -> bool:
-        """True while a model's forward pass runs with gradients enabled."""
+        """True while the program runs a model's forward pass with gradients enabled."""
         return self._inside and self._with_gradients and not self._busy
 
     @property
@@ -144,12 +150,18 @@ class Guard(Recorder):
         return self._busy
 
     def save_scalar(self, tensor: torch.Tensor) -> None:
-        """Save a scalar before an exchange overwrites it."""
+        """Save the value of a scalar before a collective overwrites it, for `read_loss`.
+
+        Larger tensors are ignored, because they can't be a loss.
+        """
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on, because its contents were exchanged."""
+        """Treat a tensor as an input from now on, because a collective has overwritten it.
+
+        The recorded calls that computed its previous contents no longer apply.
+        """
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
@@ -158,7 +170,10 @@ class Guard(Recorder):
         return self._walk(tensor)[1]
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True for a whole number, 0 or 1, that isn't known to be computed from the batch."""
+        """True if the tensor is an integer or boolean 0 or 1 that wasn't computed from the batch.
+
+        Programs exchange such a flag, for example to stop all ranks together.
+        """
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
@@ -166,7 +181,8 @@ class Guard(Recorder):
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's size depends on the number of rows in the batch.
 
-        Also True if the tensor was computed from the batch but its dependence can't be determined.
+        The recorded calls are run again on fewer rows to see whether the size changes. If they
+        can't be run again, a tensor that was computed from the batch counts as dependent.
         """
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
@@ -189,7 +205,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor recomputed by the recorded calls from three quarters of the rows."""
+        """Return `tensor` as the recorded calls `entries` compute it from 3/4 of the rows."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -203,16 +219,16 @@ class Guard(Recorder):
     def take_inner(self, model: Any) -> Any:
         """Return the module that recomputes the loss in place of `model`.
 
-        It is the module inside DistributedDataParallel, whose own forward pass would communicate
-        with the other ranks; if ranks compute together, it is `model` itself.
+        For DistributedDataParallel, whose forward pass would communicate with the other ranks, this
+        is the module inside it. If all ranks recompute the loss together, it is `model` itself.
         """
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
         """Return why shares would change what is learned from this loss, or why that is unknown.
 
-        The result is empty if shares give the same gradient as the program's own launcher, or, if
-        ranks communicate in the models' layers, the same loss.
+        The result is empty if shares give the same gradient as the program's own launcher. If ranks
+        communicate in the models' layers, the losses are compared instead.
         """
         record = self._find_record(loss)
         if self._agree is not None:
@@ -227,7 +243,10 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return a loss's record that can be compared, or the reason why there is none."""
+        """Return the record of the calls that computed `loss` from the batch.
+
+        If the loss can't be computed again from this record, return a message with the reason.
+        """
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -243,9 +262,11 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return the fault of a loss after running the same passes on every rank.
+        """Return the fault of a loss after computing the same passes on every rank.
 
-        The result is the same on all ranks.
+        `record` is the loss's record on this rank, or the reason why there is none. No pass is
+        computed if any rank has a fault before. The result is the same on all ranks, and empty if
+        no rank has a fault.
         """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
@@ -302,16 +323,17 @@ class Guard(Recorder):
     def _collate_few(self) -> FewRows | None:
         """Return a few rows collated again, or None if that may give a different batch.
 
-        Rows are fetched once.
+        The rows are fetched on the first call only.
         """
         if not self._collated and self._few is not None:
             self._collated = [self._few()]
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return candidate selections of a few rows of the batch.
+        """Return candidate selections of a few rows of the batch, in the order to try them.
 
-        They are collated again by the loader's collate function, or sliced from the batch.
+        Rows that the loader's collate function has collated again come first, if there are any.
+        Rows cut from the batch follow, first in a chosen order, then in the batch's order.
         """
         every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
@@ -337,7 +359,8 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
     """Return a GradientSketcher for these models only.
 
-    It is used for steps that evener doesn't control.
+    It is used before the program trains by shares. With `losses_only`, losses are computed without
+    gradients.
     """
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

@@ -1,7 +1,8 @@
 """Install the hooks of a process that `evener run` or `evener launch` started.
 
-Both commands let PyTorch's processes rendezvous without a port. For `evener run`, the hooks also
-wrap functions of the libraries that the program trains with.
+For both commands, a hook lets PyTorch's processes rendezvous without a port. For `evener launch`,
+hooks check that the script reads its plan. For `evener run`, hooks wrap functions of the libraries
+that the program trains with.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ..system.threads import wait_until_asleep
 from ..training.ending import end_process, end_when_stuck
 from ..training.launched import PROGRAM, launched_device
 
-# collectives that evener.program.exchanges handles; collectives missing from this PyTorch
-# are skipped
+# collectives that evener.program.exchanges handles; those missing from this version of PyTorch are
+# skipped
 _EXCHANGES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
     *("all_gather_single", "_all_gather_base", "gather", "reduce_scatter", "reduce_scatter_tensor"),
@@ -79,9 +80,10 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
-    """Register the hooks if this process trains on a device, or may start processes that do.
+    """Register the hooks if evener started this process with a plan or a device.
 
-    Only processes that evener started with a plan or a device get hooks.
+    If none of the hooked libraries is imported yet, the hooks are registered on the first import
+    of one of them.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
@@ -92,10 +94,10 @@ def install() -> None:
 
 
 class _HookFinder:
-    """An import finder that never finds a module, but registers the hooks.
+    """An import finder that registers the hooks on the first import of a hooked library.
 
-    The hooks are registered on the first import of a library, because importing wrapt takes a
-    while.
+    It then removes itself and leaves finding the module to the other finders. Registering waits
+    for this import because importing wrapt takes a while.
     """
 
     def find_spec(self, name: str, *_: Any) -> Any:
@@ -188,10 +190,11 @@ def print_own_error(
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Destroy a process group after gloo's threads have released their work.
+    """Destroy a process group once gloo's threads have released their work items.
 
-    Work items hold Python objects. A thread that releases them while the interpreter shuts down
-    aborts the process, and a thread that does so while its group is destroyed blocks forever.
+    This function wraps `torch.distributed.destroy_process_group`. Work items hold Python objects:
+    a thread that releases them while the interpreter shuts down aborts the process, and a thread
+    that releases them while its group is destroyed blocks forever.
     """
     wait_until_asleep(_GLOO)
     return wrapped(*arguments, **keywords)
@@ -206,6 +209,9 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a wrapper for `name:function` of this package, which is imported on the first call."""
+    """Return a function that calls `target` and imports its module only when it is called.
+
+    `target` is a module of this package and a function in it, such as "group:begin".
+    """
     name, _, function = target.partition(":")
     return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)

@@ -26,7 +26,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 class SharesOrigin(msgspec.Struct, frozen=True):
     """The model and batch of the earlier training run that determined a plan's shares.
 
-    Another model or batch may need other shares.
+    They are compared with the current ones, because another model or batch may need other shares.
     """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
@@ -36,11 +36,11 @@ class SharesOrigin(msgspec.Struct, frozen=True):
 class ProgramSettings(msgspec.Struct, frozen=True):
     """The settings that `evener run` passes to the processes it starts."""
 
-    folder: str  # folder for the RankNote of each rank
+    folder: str  # folder for the RankNote of each rank; "" writes none
     name: str  # name of the program, for messages
-    strict: bool = False
-    rebalance: bool = True
-    noise: bool = False
+    strict: bool = False  # raise RequestError instead of training with even shares
+    rebalance: bool = True  # change shares during training if step times differ
+    noise: bool = False  # estimate the gradient noise scale
     origin: SharesOrigin | None = None  # set if the plan's shares come from an earlier training run
 
 
@@ -52,8 +52,8 @@ class RankNote(msgspec.Struct):
     run: str  # name of the journal
     hooks: str = ""  # the hooks that took effect; empty if the program trained unchanged
     why: str = ""  # why shares stayed even or the program ran unchanged
-    first: ShareTimes | None = None
-    last: ShareTimes | None = None
+    first: ShareTimes | None = None  # step times with the first shares
+    last: ShareTimes | None = None  # step times with the last shares
     retreats: int = 0  # number of passes that ran out of memory and were computed again
     noise: str = ""  # a message about the noise scale
     changes: int = 0  # number of changes of shares that took effect in a step
@@ -70,10 +70,11 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line from evener on the first rank, but not on the line of a progress bar.
+    """Print a line from evener to standard error, on the first rank only.
 
-    If there are several ranks, the line begins with a carriage return and a newline: tools that
-    merge the output of several processes drop an empty line that ends this way.
+    If there are several ranks, the line begins with a carriage return and a newline so that it
+    isn't appended to a progress bar. Tools that merge the output of several processes drop an
+    empty line that ends this way.
     """
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -82,7 +83,10 @@ def say(words: str) -> None:
 
 
 class Notebook:
-    """Records events on this rank, and writes them to a folder when the process exits."""
+    """Records this rank's training, and writes it as a RankNote when the process exits.
+
+    It also prints evener's messages to the user, each of them once.
+    """
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
@@ -103,9 +107,9 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Record the steps of this PlannedTraining, and print its devices and their rows.
+        """Record the steps of a PlannedTraining from now on, and print its devices and their rows.
 
-        `hooks` names the classes whose hooks created it, such as "lightning.Trainer".
+        `hooks` names the classes whose hooks created the training, such as "lightning.Trainer".
         """
         self.hooks, self._training = hooks, training
         self._record, self._steps, self._read = StepRecord(), 0, 0
@@ -119,13 +123,20 @@ class Notebook:
         )
 
     def stay_even(self, why: str, more: str = "") -> None:
-        """Record why the program trains unchanged; print it once, followed by `more`."""
+        """Record why the program trains unchanged; print the reason once, followed by `more`.
+
+        Later reasons are ignored.
+        """
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares appear to stay even; a later loop may still train by shares."""
+        """Print why shares seem to stay even, without making this the final reason.
+
+        A later loop of the program may still train by shares. If none does, `why` is written to the
+        RankNote.
+        """
         self.pending_reason, self._supposes_even = why, True
         say(f"shares stay even: {why}")
 
@@ -142,9 +153,9 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the steps that the device has completed since the last call.
+        """Record the times of the steps that the device has completed since the last call.
 
-        Steps on fewer rows than a global batch, such as an epoch's last, are ignored.
+        Steps with fewer rows than a global batch, such as an epoch's last step, are ignored.
         """
         for step in self._training.timer.last():
             if step.number <= self._read:
@@ -154,7 +165,11 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's RankNote to the settings' folder, if there is one."""
+        """Write this rank's RankNote to the settings' folder, if a folder is set.
+
+        If nothing trained by shares, a pending reason is recorded first, and printed unless it
+        already was.
+        """
         if not self.settings.folder:
             return
         if not self.hooks and self._supposes_even:

@@ -1,6 +1,7 @@
-"""Track where exchanged values go in a program.
+"""Track what a program computes from values that its ranks exchange.
 
-The values may affect the program's loss, weights and learning rates, or only its output.
+Uneven shares change these values. That matters if they affect the program's loss, weights or
+learning rates, but not if they are only printed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class Origins:
-    """Tracks which tensors were computed from exchanged values, and by which call.
+    """Tracks which tensors depend on exchanged values, and which collective exchanged them.
 
-    A tensor is tracked by identity if a function computed it from such values, and by its storage
-    if such values were written into it. Tensors that were computed from a storage before such
-    values were written into it aren't tracked.
+    A tensor that a function computed from exchanged values is tracked by identity. A tensor into
+    which exchanged values were written is tracked by its storage, and so are all its views.
+    Tensors computed from a storage before exchanged values were written into it aren't tracked.
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,9 @@ class Origins:
         self.reads = 0  # number of such reads
 
     def write(self, data: Any, place: str) -> None:
-        """Record that values exchanged at `place` were written into these tensors.
+        """Record that values exchanged at `place` were written into the tensors in `data`.
 
-        `place` names a collective and its line, as in "all_reduce (train.py:12)".
+        `place` names a collective and its line, such as "all_reduce (train.py:12)".
         """
         self.seen = True
         for tensor in each_tensor_in(data):
@@ -48,9 +49,10 @@ class Origins:
             }
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Record that these objects were exchanged at `place`.
+        """Record that the objects in `data` were exchanged at `place` (see `write`).
 
-        If they include numbers, the program counts as having read the exchanged values.
+        If the objects include Python numbers, the program counts as having read them, because what
+        it does with a Python number can't be tracked.
         """
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):
@@ -61,7 +63,10 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return where a tensor in nested data was exchanged; empty if there is none."""
+        """Return the place of the exchange that the first affected tensor in `data` depends on.
+
+        `data` may be nested. The result is empty if none of its tensors depends on an exchange.
+        """
         for each in leaves_of(data):
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:
@@ -69,9 +74,10 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange from which this tensor was computed.
+        """Return the place of the exchange from which a function computed this tensor.
 
-        The result is empty if it wasn't computed from exchanged values.
+        The result is empty if the tensor wasn't computed from exchanged values. Values that were
+        only written into its storage are ignored.
         """
         return str(self._made.get(tensor, ""))
 
@@ -122,7 +128,7 @@ def leaves_of(data: Any) -> Iterator[Any]:
 
 
 def _is_in_place(function: Any) -> bool:
-    """True if the function writes into its first argument, such as mul_ and +=."""
+    """True if the function writes into its first argument, such as `mul_` or `+=`."""
     name = str(getattr(function, "__name__", ""))
     if name in ("__setitem__", "__set__"):
         return True

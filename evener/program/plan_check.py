@@ -1,6 +1,7 @@
-"""Stop a script that evener launch started if it doesn't read its plan.
+"""Stop a script that `evener launch` started if it doesn't read its plan.
 
-A PyTorch script is checked after its first optimizer steps, and a Keras script when it calls fit.
+Without the plan, all devices would get equal shares. A PyTorch script is checked after its first
+optimizer steps, and a Keras script when it calls `fit`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Check that the plan was read, then fit the Keras model."""
+    """Check that the plan was read, then fit the Keras model; this wraps `keras.Model.fit`."""
     check_use()
     return wrapped(*arguments, **keywords)
 
 
 def check_use() -> None:
-    """Print a message and raise SystemExit unless a process of this launch has read a plan."""
+    """Raise SystemExit if no process of this launch has read a plan.
+
+    Before that, one process of the launch prints how to read the plan.
+    """
     if is_used(os.environ[PLAN_USED]):
         return
     words = describe_unused(sys.modules, program="torch" in sys.modules)

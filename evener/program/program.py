@@ -1,6 +1,7 @@
 """Follow a program that `evener run` started, and train its plain PyTorch loop by shares.
 
-Each process of the program has one `Program` object: PROGRAM.
+Each process of the program has one `Program` object, PROGRAM, whose methods the hooks of
+`evener.program.install` call.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 
 
 class Program:
-    """Trains the program by shares, from its second training step on.
+    """Trains the program by shares, at the earliest from its second training step on.
 
-    `training` is None before that step. A program that can't train by shares runs unchanged.
+    In the first step, all ranks check whether uneven shares are possible. `training` is None until
+    they are used. A program that can't train by shares runs unchanged.
     """
 
     def __init__(self) -> None:
@@ -87,19 +89,19 @@ class Program:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank in a full batch; empty while the program has its own shares."""
+        """Number of rows of each rank in a full batch; empty until the program trains by shares."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, which are the ranks' weights.
+        """Number of rows of each rank in the current batch, by which gradients are weighted.
 
         The tuple is empty before the first batch.
         """
         return () if self._loop is None else self._loop.sizes
 
     def trains(self) -> bool:
-        """True if a loop that begins now is probably a training loop."""
+        """True if a loop that begins now is probably a training loop of several ranks."""
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return (
             group
@@ -109,19 +111,29 @@ class Program:
         )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Wrap a model in DistributedDataParallel, FSDP1 or DeepSpeed, and record it as a whole."""
+        """Initialize a wrapper for a model, and record the wrapped model for training by shares.
+
+        `model` is the new wrapper, of DistributedDataParallel, FSDP1 or DeepSpeed, and `wrapped` is
+        its `__init__`.
+        """
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model as a whole, and remove recorded models that are its layers."""
+        """Record a model, and remove recorded models that are among its layers.
+
+        Nothing changes if the model itself is a layer of a recorded model.
+        """
         if not any(model in other.modules() for other in self.models):
             for each in model.modules():
                 self.models.pop(each, None)
             self.models[model] = None
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Shard models with FSDP2; record each model as a whole instead of its layers."""
+        """Shard models with FSDP2's `fully_shard`, and record them for training by shares.
+
+        Programs also shard single layers; only the whole model stays recorded.
+        """
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
@@ -129,9 +141,10 @@ class Program:
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Run a backward pass.
+        """Run a backward pass; this wraps `torch.autograd.backward`.
 
-        If a library averages gradients over ranks, each rank's loss is weighted by its rows.
+        If the program trains by shares and a library averages gradients over ranks, the rank's loss
+        is weighted by its rows.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -146,9 +159,9 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Report why shares stay even if no optimizer steps after many backward passes.
+        """Count a backward pass, and report why shares stay even after many without a step.
 
-        The hooks don't see steps of optimizers that aren't PyTorch's, such as fastai's.
+        The hooks only see the steps of PyTorch's optimizers, not for example those of fastai's.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -166,25 +179,25 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """True once the ranks of a loop have had different numbers of rows."""
+        """True once ranks have had different numbers of rows in a step or in the current batch."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_loader(self, loader: Any) -> None:
-        """Record the DataLoader over which a loop begins."""
+        """Record the DataLoader over which a loop begins, for messages to the user."""
         self._newest_loader = weakref.ref(loader)
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step."""
+        """Record that an optimizer is about to step, and check what its step depends on."""
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
                 self._note_entered(optimizer)
 
     def _note_entered(self, optimizer: Any) -> None:
-        """Check whether exchanged values affect an optimizer's step.
+        """Check whether values that ranks exchanged affect an optimizer's step.
 
-        They affect it if they are part of the loss, the gradients, the weights or the optimizer's
-        settings.
+        If the loss, the gradients, the weights or the optimizer's settings were computed from
+        exchanged values, that is recorded as a fault, so that shares stay even.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -228,9 +241,10 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Record an optimizer's settings, and whether it trains parameters outside all models.
+        """Add an optimizer's settings to the digest that ranks compare.
 
-        Once the program trains by shares, only its learning rates are recorded.
+        Also record a fault if the optimizer trains parameters outside all models. Once the program
+        trains by shares, only learning rates are added and there is no such check.
         """
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -241,9 +255,9 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _note_single_rank(self, optimizer: Any) -> None:
-        """Report that this process trains alone.
+        """Report that this process trains without a process group.
 
-        If no other process trains, suggest how to train on all devices.
+        If the program has no other process that trains, suggest how to train on all devices.
         """
         if self.notebook.why:
             return
@@ -255,20 +269,20 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """True while the other ranks wait for this rank to create a process group."""
+        """True while evener's other ranks wait for this first rank to create a process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_started_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Report that the program trains on one device, and suggest how to change that.
+        """Report that the program trains on one device, followed by `advice` how to change that.
 
-        Raises RequestError if the program was started with `--strict`.
+        Raises RequestError if `evener run` was started with `--strict`.
         """
         self.notebook.stay_even(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings at the start of a batch.
+        """Record the optimizers' settings at the start of a batch, to detect a change within it.
 
         A change between batches comes from a schedule. A change within a batch may come from an
         exchanged value that the program has read.
@@ -278,9 +292,9 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why this step isn't in a loop that can be followed.
+        """Report why the optimizer's step isn't in a loop that can train by shares.
 
-        A later loop may still be followed. Raises RequestError if `evener run` was started with
+        A later loop may still do so. Raises RequestError if `evener run` was started with
         `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
@@ -314,7 +328,10 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
-        """Note that the program's own code may exchange values in a trainer's step."""
+        """Record that the program's own code calls the collective `name` in a trainer's step.
+
+        Once shares are uneven, print a warning instead.
+        """
         place = find_callback()
         if not place or not start.is_training:
             return
@@ -326,7 +343,8 @@ class Program:
     def note_exchange(self) -> None:
         """Warn that values averaged over ranks are now means over different numbers of rows.
 
-        In even steps and outside of training, there is no warning.
+        This method is called for each collective of the program. It does nothing if the current
+        batch is divided evenly or no model is training.
         """
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
@@ -351,10 +369,10 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _needs_guard(self, loop: Any) -> bool:
-        """True if a guard should check this batch.
+        """True if a guard should check the loss of the loop's current batch.
 
-        Guards check batches before shares become uneven, the first batch with uneven shares, and
-        then single batches at growing intervals.
+        Guards check every batch before the program trains by shares, the first batch with uneven
+        shares, and then single batches at growing intervals.
         """
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
@@ -364,7 +382,10 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step of a training by shares."""
+        """Begin a step of a training by shares; after a change, create a guard that checks it.
+
+        If a guard checks the step, the step's time doesn't count.
+        """
         if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program divides itself
             training.weights.begin(loop.sizes)
@@ -389,12 +410,13 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass, so no rank can compute a pass alone."""
+        """True if ranks communicate in each forward pass, so no rank can run a pass alone."""
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
         """End the loop's current step when it requests its next batch.
 
+        After a step in which an optimizer has stepped, the program may start to train by shares.
         All ranks call this method the same number of times.
         """
         if self._loader_steps is not None and loop.origin is not None:
@@ -409,7 +431,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop; if it trained by shares, compare the ranks' views."""
+        """End a loop; if it trained by shares, compare the ranks' views of its last steps."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -464,7 +486,7 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Send the result of an audit after a change to the other ranks.
+        """Report the guard's result to the other ranks, after a change that this rank has seen.
 
         This method doesn't wait for the other ranks, because they may not have seen the change.
         """
@@ -477,7 +499,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if a guard couldn't compare a step's loss with the loss of even shares."""
+        """Warn if the guard couldn't compare a step's loss with the loss of even shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
@@ -485,10 +507,10 @@ class Program:
             )
 
     def _compare(self, loop: Any) -> None:
-        """Compare the ranks' views of the steps since the last comparison.
+        """Gather all ranks' views of the steps since the last comparison, and compare them.
 
-        Raises RequestError if their row orders or learning rates differ. If another difference or a
-        fault was found, the training returns to even shares.
+        Raises RequestError if the ranks' row orders or learning rates differ. On any other
+        difference or a fault of a rank, the training returns to even shares.
         """
         every = self.exchange(self._view(loop))
         loop.compared = True
@@ -504,15 +526,16 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return to even shares permanently because of a fault in a step by shares."""
+        """Return the loop's training to even shares permanently, with `fault` as the reason."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Return a training to even shares permanently; every rank calls this after the same step.
+        """Return a training to even shares permanently, and print `fault` as the reason.
 
-        Raises RequestError if the program was started with `--strict`.
+        Every rank calls this method after the same step. Raises RequestError if `evener run` was
+        started with `--strict`.
         """
         why = fault.rstrip(".")
         if training.begins_even:  # nothing was trained by uneven shares
@@ -538,9 +561,9 @@ class Program:
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Make a trainer's first steps even, until its first audits have been compared.
+        """Make the first steps of a library's trainer even, until its first audits are compared.
 
-        `hooks` names the trainer's class.
+        `hooks` names the trainer's class, for messages.
         """
         self.notebook.pending_reason = views.EVEN_START
         leave = partial(self._leave_even, training, hooks)
@@ -553,7 +576,8 @@ class Program:
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather a value from every rank through the process group's store, in rank order.
 
-        If a rank is missing after `seconds`, return an empty list; 0 means no timeout.
+        `own` is this rank's value, of a type that msgspec can encode. If a rank is missing after
+        `seconds`, return an empty list; 0 means no timeout.
         """
         self._exchanges += 1
         store = default_store()
@@ -568,17 +592,19 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Exchange each rank's fault; return the first one in rank order, or an empty string.
+        """Gather each rank's fault; return the first fault in rank order, or "" if there is none.
 
-        Ranks call this before they run the same passes, in which they communicate layer by layer.
+        Ranks call this method before they run the same passes, in which they communicate layer by
+        layer. If a rank is missing, the result says so.
         """
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
-        """Train by shares from the next batch on, if all ranks can.
+        """Train a loop by shares from its next batch on, if all ranks can; otherwise report why not.
 
-        All ranks call this after the same step.
+        If the program itself has exchanged values, wait for one more step first, because that step
+        may use these values. All ranks call this method after the same step.
         """
         every = self.exchange(self._view(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
@@ -609,7 +635,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
-        """Return a training of a loop's models with the plan."""
+        """Return a training of a loop's models with the plan, and attach it to the models."""
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         for each in models:
@@ -617,11 +643,10 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan with which a training of these models and rows starts.
+        """Return the plan with which to start training these models; None for that of `evener run`.
 
-        Return None to use the plan from evener run. Shares from an earlier training run don't apply
-        if the model or the batch has since changed, through the script or a configuration file. In
-        that case, the training starts with even shares.
+        `global_batch` is the number of rows per step. If the shares come from an earlier training
+        run of another model or batch, the result is the plan with even shares instead.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -644,10 +669,10 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Return a training of these models with the plan from evener run.
+        """Return a training of these models with the plan from `evener run`.
 
-        `global_batch` is its rows per step, and `place` contains further arguments of
-        `find_shares`.
+        `global_batch` is the number of rows per step, `weigh` is what to weight by rows (gradients
+        or losses), and `place` has further arguments of `find_shares`.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -659,8 +684,7 @@ class Program:
     def _view(self, loop: Any) -> RankView:
         """Return this rank's view of the steps since the last comparison of views.
 
-        The view has a fault, digests of the row order and of the optimizers' settings, and the
-        numbers in the loss.
+        The guard, if there is one, is closed, and its results are part of the view.
         """
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -684,7 +708,10 @@ class Program:
         )
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why this rank's shares have to stay even; empty if uneven shares are possible."""
+        """Return why shares have to stay even according to this rank; empty if there is no reason.
+
+        `guard` is the closed guard of the latest batch; None if there was none.
+        """
         faults = [views.find_fault(each) for each in self.models if each.training]
         faults += [loop.shared_batches.fault, self._fault, self.exchanges.fault]
         if guard is not None:
@@ -708,7 +735,7 @@ class Program:
     def left_unchanged(self) -> Iterator[None]:
         """Return a context in which the hooks for plain loops are inactive.
 
-        It is used for trainers with their own hooks.
+        Trainers with their own hooks train in this context.
         """
         self._others += 1
         try:
@@ -717,15 +744,15 @@ class Program:
             self._others -= 1
 
     def stay_even(self, why: str) -> None:
-        """Leave the program unchanged, and report why shares stay even.
+        """Leave the program unchanged, and report `why` shares stay even.
 
-        Raises RequestError if the program was started with `--strict`.
+        Raises RequestError if `evener run` was started with `--strict`.
         """
         self.notebook.stay_even(why)
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
-        """Raise RequestError if the program was started with `--strict`."""
+        """Raise RequestError with the reason `why` if `evener run` was started with `--strict`."""
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't leave even: {why}.", "Leave --strict out to train evenly."
@@ -735,7 +762,8 @@ class Program:
 def _find_common_fault(every: list[RankView]) -> str:
     """Return why shares have to stay even on all ranks.
 
-    The reason is a fault of one rank, or a difference between ranks. The result is empty if nothing
+    `every` has the views of all ranks, or is empty if a rank is missing. The reason is a missing
+    rank, a fault of one rank, or a difference between ranks. The result is empty if nothing
     prevents uneven shares.
     """
     if not every:
@@ -758,9 +786,10 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Return a context that prepares a trainer to train by shares.
+    """Return a context in which a trainer can be prepared to train by shares.
 
-    If an EvenerError is raised, the trainer's state is restored and the program trains unchanged.
+    If an EvenerError is raised in the context, the trainer's attributes are restored and the
+    program trains unchanged.
     """
     before = dict(vars(trainer))
     try:

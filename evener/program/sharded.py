@@ -29,7 +29,10 @@ _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed
 
 
 def find_library(model: Any) -> str:
-    """Return the library that averages a model's gradients over ranks; empty if there is none."""
+    """Return the library that averages a model's gradients over ranks.
+
+    The result is "FSDP1", "FSDP2", "DeepSpeed", or empty for any other model.
+    """
     if is_sharded(model):
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
@@ -37,12 +40,15 @@ def find_library(model: Any) -> str:
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """True if optimizers step flat copies of the models' weights, as with DeepSpeed."""
+    """True if optimizers train flat copies instead of the models' parameters (with DeepSpeed)."""
     return any(find_library(each) == "DeepSpeed" for each in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer seems to train parameters outside these models."""
+    """True if an optimizer seems to train parameters outside these models.
+
+    False if any model uses DeepSpeed, whose optimizers can't be checked.
+    """
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
@@ -57,7 +63,10 @@ def name_wrapper(models: Iterable[Any]) -> str:
 
 
 def follow(training: Any, model: Any) -> None:
-    """Train this model by shares from now on; raise RequestError if that is impossible."""
+    """Make a training weight this model's gradients or losses by rows from now on.
+
+    Raises RequestError if that is impossible.
+    """
     if find_library(model):
         training.follow_averaged(model)
     else:
@@ -109,7 +118,10 @@ def _find_deepspeed_fault(engine: Any) -> str:
 
 
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
-    """Run torch.autograd.backward with the losses weighted by this rank's rows."""
+    """Run torch.autograd.backward with the losses weighted by this rank's rows.
+
+    `backward` is the original function, and `arguments` and `keywords` are those of the call.
+    """
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])
     gradients = _as_list(bound.arguments.get("grad_tensors")) or [None] * len(losses)

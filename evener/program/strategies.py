@@ -47,7 +47,8 @@ class ProgramStrategy(PlanStrategy):
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Run a Trainer's fit loop without the hooks for plain loops.
 
-    If the Trainer uses one of several devices, suggest how to train on all of them.
+    This function wraps `_FitLoop.run`. If the Trainer uses one of several devices, suggest how to
+    train on all of them.
     """
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
@@ -56,7 +57,11 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Make a Trainer train by shares at the start of an epoch, if it can."""
+    """Make a Trainer train by shares at the start of an epoch, if possible.
+
+    This function wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares but has
+    a new loader, the new loader is replaced, too.
+    """
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, private.loaders(loop)
@@ -70,7 +75,10 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why this Trainer can't train by shares; empty if it can."""
+    """Return why a Trainer can't train by shares; empty if it can.
+
+    `loader` is its first training loader, and `others` has the further ones.
+    """
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -88,7 +96,10 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
-    """Train by shares from now on if all ranks can; otherwise report why not."""
+    """Train by shares from now on if all ranks can; otherwise report why not.
+
+    `fault` is why this rank can't, or empty.
+    """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
         return
@@ -119,9 +130,10 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Return a context that gives a Trainer a strategy by shares with its own strategy's state.
+    """Return a context in which a Trainer uses a strategy by shares.
 
-    An error restores the original strategy.
+    The new strategy shares the attributes of `strategy`, the Trainer's own, and stays in use after
+    the context. If an error is raised in the context, the Trainer gets `strategy` back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -134,7 +146,7 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
 
 
 def _count_rows(loader: Any) -> int:
-    """Return the number of rows in a global batch."""
+    """Return the number of rows in a global batch: the loader's batch size times the ranks."""
     return int(loader.batch_size * dist.get_world_size())
 
 
@@ -149,9 +161,10 @@ def _forget_metrics(strategy: Any) -> None:
 
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that divides the global batches of a DistributedSampler by shares.
+    """Return a loader that divides global batches by shares.
 
-    Raises RequestError if the number of rows in a global batch has changed.
+    The global batches are the ones that `loader`, with its DistributedSampler, gives all ranks
+    together. Raises RequestError if their number of rows has changed.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
@@ -174,6 +187,9 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Replace the trainer's loader before any batch is fetched from it."""
+    """Make `loader` the training loader of a Trainer's fit loop.
+
+    The states of random generators are kept.
+    """
     with kept_state():
         private.replace_loader(loop, loader)

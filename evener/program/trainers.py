@@ -1,7 +1,8 @@
 """Make a Trainer of transformers, or of a subclass, train by shares.
 
-At the start of its training, a trainer by shares with the same state replaces it. For `evener run
---balance` the program runs until its Trainer would train, so that evener can measure that Trainer.
+When the program calls `Trainer.train`, a trainer by shares with the same state trains in its place.
+For `evener run --balance`, the program runs until it would call `Trainer.train`, so that evener can
+measure that Trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOGGED = (
 
 
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
-    """Make a Trainer train by shares, if it can."""
+    """Make a Trainer train by shares if possible; this wraps `Trainer.train`."""
     new = not hasattr(trainer, "_planned")
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]
@@ -55,8 +56,8 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _trains_as_loop(trainer: Any) -> bool:
     """True if the hooks for accelerate's loops handle a Trainer, without a trainer by shares.
 
-    They handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader creates its
-    own batches.
+    These hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader
+    creates its own batches.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
@@ -71,7 +72,10 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a trainer by shares that replaces `trainer`, or report why that is impossible."""
+    """Create a trainer by shares that replaces `trainer`, or report why that is impossible.
+
+    The new trainer is stored in `_planned`.
+    """
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     with stays_if_refused(trainer):
@@ -144,7 +148,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised when a trainer begins to train.
+    """Raised by `build` when the program's trainer begins to train, to stop the program there.
 
     It is a BaseException, so that programs which catch Exception don't catch it.
     """
@@ -201,7 +205,11 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run a script, or `-m` with a module, as Python does."""
+    """Run a program in this process as Python would run it.
+
+    `words` are Python's arguments: a script, or `-m` and a module, followed by the program's own
+    arguments.
+    """
     module = words[0] == "-m"
     target, *arguments = words[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)

@@ -85,9 +85,9 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return the name of the most serious difference between the ranks' views.
+    """Return the most serious difference between the views of all ranks, as a key of DIFFERENCES.
 
-    The result is empty if they agree.
+    The result is empty if the views agree.
     """
     for name in ("order", "rates"):
         if len({getattr(each, name) for each in every}) > 1:
@@ -114,7 +114,10 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the named numeric settings of an optimizer's parameter groups, by default all."""
+    """Return the numeric settings of an optimizer's parameter groups, such as learning rates.
+
+    `names` are the settings to read; if it is empty, all are read.
+    """
     groups = optimizer.param_groups
     chosen = [
         one
@@ -142,10 +145,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Return why a step of this optimizer can't be done by shares.
+    """Return why a step of an optimizer outside of any followed loop can't be done by shares.
 
-    The step isn't in a followed loop over a DataLoader. `has_begun` is True if some loop over a
-    DataLoader has begun. The result is empty if the optimizer trains none of the wrapped `models`.
+    `models` are the wrapped models. `has_begun` is True if some loop over a DataLoader has begun.
+    The result is empty if the optimizer trains none of the wrapped models.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
