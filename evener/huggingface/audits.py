@@ -1,8 +1,8 @@
 """Audits of a Trainer: compare the gradient of a few rows in one process with that by shares.
 
-An audit calls the trainer's own `compute_loss`, with each part collated separately and weighted
-like its passes. Under `evener run`, the reference is the computation of the program's own launcher:
-equal parts, each with the trainer's own factors.
+An audit calls the trainer's own `compute_loss`. The rows of each share are collated separately, and
+their losses are weighted like the trainer's passes. Under `evener run`, the reference isn't one
+process but the program's own launcher: equal parts, each with the trainer's own factors.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class TrainerAudit:
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
         """Audit a step on the rows `numbers` of the data set, if an audit is due.
 
-        Call it after the step's gradients are computed and before the optimizer uses them. Raises
-        RequestError if the gradients differ.
+        Call this method after the step's gradients are computed and before the optimizer uses them.
+        `loss` is what the trainer's loss is a mean over. Raises RequestError if the gradients
+        differ.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)
@@ -80,7 +81,10 @@ class TrainerComputations:
         self._gathering = gathering
 
     def sketcher(self) -> GradientSketcher:
-        """Return a GradientSketcher for the trainer's model, without effect on the training run."""
+        """Return a GradientSketcher that computes gradients of the trainer's model.
+
+        It leaves the trainer's state, its metrics and the random state as they were.
+        """
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -102,6 +106,9 @@ class TrainerComputations:
         - Reference: one process computes the gradient. With `follows_launcher`, the gradient is
           that of equal parts, as the program's own launcher computes it.
         - By shares: passes are weighted by what the loss is a mean over.
+
+        The result also has variants of the computation by shares, from which an audit determines
+        the cause of a difference.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -120,7 +127,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass, as one of `world` processes would do it.
 
-        The number of items that is passed to the loss is multiplied by `times`.
+        The number of items that is passed to the loss is multiplied by `times`, and the loss is
+        multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [
@@ -137,8 +145,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of the parts by shares, in passes of up to `micro` rows.
 
-        If `micro` is 0, each part is one pass. With `excess`, the loss keeps the factor by which
-        the trainer's own loss is too large.
+        `batches` are the parts, with `sizes` rows. If `micro` is 0, each part is one pass. With
+        `excess`, the loss keeps the factor by which the trainer's own loss is too large.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -197,9 +205,9 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part with their numbers of rows.
+    """Cut a part into passes of up to `micro` rows, and return them with their numbers of rows.
 
-    A part that can't be cut is a single pass.
+    If `micro` is 0 or the part can't be cut, it is a single pass.
     """
     if not micro or rows <= micro:
         return [(batch, rows)]
@@ -214,7 +222,10 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` function of the Trainer class that evener's class extends."""
+    """Return the `compute_loss` function that `kind` inherits from classes other than evener's.
+
+    `kind` is a trainer's class.
+    """
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

@@ -20,7 +20,7 @@ from ..torch.rows.structure import each_tensor
 
 @contextmanager
 def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Enter a context in which transformers, accelerate and torch see `number` processes."""
+    """Return a context in which transformers, accelerate and torch see `number` processes."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
@@ -35,20 +35,25 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """A metric's values, one for each rank and pass.
+    """A metric's gathered values, one for each rank and pass.
 
-    The mean is weighted by `rows`, and the sum adds up `sums`.
+    Each value is a mean over `rows` rows. `mean` weights the values by these rows, and `sum` adds
+    up `sums`, so that a program which averages or sums gathered values gets the same result as with
+    equal shares.
     """
 
     rows: torch.Tensor
-    sums: torch.Tensor  # each value, summed over the pieces of a pass
+    sums: torch.Tensor  # for each value, the sum over the pieces of its pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum of `sums`, over all ranks, passes and pieces."""
+        """Return the sum over all ranks, passes and pieces."""
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the mean; weighted by rows if it is over all values."""
+        """Return the mean, weighted by rows.
+
+        With arguments such as `dim`, the mean isn't weighted.
+        """
         plain = self.as_subclass(torch.Tensor)
         if args or kwargs or not self.rows.sum():
             return plain.mean(*args, **kwargs)
@@ -58,16 +63,17 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with plain tensors, so that results are plain too."""
+        """Call the function so that its results are plain tensors, without rows and sums."""
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 
 class Gathering:
-    """Gathers like the accelerator, even if ranks have different numbers of rows.
+    """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
 
     Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
-    pass returns the values of all passes.
+    pass returns the values of all passes. `timer` excludes the time spent in gathering from compute
+    time (own work).
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -93,12 +99,15 @@ class Gathering:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """End a pass: discard the values of its pieces."""
+        """End a pass: discard the values that its pieces gathered."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
     def local(self, shift: float = 0.0) -> Iterator[None]:
-        """Enter a context in which a rank gathers only its own values, plus `shift`."""
+        """Return a context in which a rank gathers only its own values, each increased by `shift`.
+
+        A shift shows whether a loss depends on gathered values.
+        """
         before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
@@ -107,10 +116,11 @@ class Gathering:
 
     @contextmanager
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
-        """Enter a context in which `rows` rows of the current pass count.
+        """Return a context for computing a pass, or a piece of a pass, of which `rows` rows count.
 
-        If `ends` is False, these rows are a piece of a pass, and are gathered together with the
-        pass's last piece.
+        Further rows are fillers. An evaluation repeats the loss of a batch `repeats` times, once
+        for each row of a full batch. If `ends` is False, the rows are a piece of a pass but not its
+        last one, and they are gathered together with the last piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -123,8 +133,8 @@ class Gathering:
     def save(self) -> Callable[[], None]:
         """Save what passes and pieces have gathered; return a function that restores it.
 
-        Values that were already gathered from other ranks in this pass are not restored, because
-        other ranks don't gather them again.
+        The function is called before a pass is repeated. Values that were already gathered from
+        other ranks in this pass stay, because the other ranks don't gather them again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -141,7 +151,11 @@ class Gathering:
         return sums
 
     def gather(self, data: Any) -> Any:
-        """Return the tensors of all ranks, concatenated in rank order."""
+        """Return the tensors of all ranks, concatenated in rank order.
+
+        `data` is a tensor or nested tensors. In the context `local`, only this rank's tensors are
+        returned.
+        """
         if self._local:
             self.calls += 1
             return each_tensor(
@@ -161,10 +175,11 @@ class Gathering:
         return self._join_earlier(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the values of one gather call in a pass; `tensor` is the call's next piece.
+        """Return the values of one gather call in a pass.
 
-        `call` is the number of earlier gather calls in the pass, and the piece was computed from
-        `rows` rows.
+        `call` is the number of earlier gather calls in the pass. `tensor` is what the current piece
+        of the pass gathers, computed from `rows` rows. If the call already gathered other ranks'
+        values before the pass was repeated, these are returned.
         """
         if call < len(self._gathered_calls):
             return self._gathered_calls[call]
@@ -174,10 +189,10 @@ class Gathering:
         return self._gather_pieces(self._pieces[call])
 
     def _join_earlier(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Return a gather call's values, joined with those of the batch's earlier passes.
+        """Return a gather call's values, concatenated with those of the batch's earlier passes.
 
-        Scalars are averaged by the rows of each pass. Values whose shapes differ between passes
-        can't be joined, so only those of the last pass are returned.
+        Scalars also get the rows of each pass as weights (see PassValues). Values whose shapes
+        differ between passes can't be concatenated, so only those of the last pass are returned.
         """
         if call == len(self._earlier):
             self._earlier.append([])
@@ -194,9 +209,10 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the values that one gather call of this pass has received.
+        """Return the values that one gather call of this pass receives.
 
-        Values of other ranks are included once the pass's last piece is computed.
+        `pieces` has the call's tensor of each piece, with its number of rows. Other ranks' values
+        are included only in the pass's last piece.
         """
         gather = self._gather if self._ends else lambda own: own
         figures = [figure for figure, _ in pieces]
@@ -223,7 +239,11 @@ class Gathering:
 def _gather_figure(
     figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return the mean and the sum of each rank's values; `gather` collects them from the ranks."""
+    """Return each rank's mean of a scalar metric, weighted by rows, with the sums as PassValues.
+
+    `figures` are this rank's values, one per piece of a pass, computed from `rows` rows. `gather`
+    collects tensors from all ranks. Ranks without rows are left out.
+    """
     own = torch.stack(figures).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
@@ -242,7 +262,8 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
     """Return an evaluation loader with this rank's batches: every world-th batch of `make()`.
 
-    If the rows have no fixed order, the loader that accelerate prepares is returned.
+    `make` creates the trainer's loader. If its rows have no fixed order, the loader that accelerate
+    prepares is returned instead.
     """
     loader = make_undivided(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
@@ -262,10 +283,10 @@ def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """A loader of every world-th batch, beginning with the batch whose number is the rank.
+    """A loader of every world-th batch of another loader; rank r begins with batch number r.
 
-    If the batches can't be divided equally, ranks with one batch fewer repeat the last batch, so
-    that all ranks take the same number of steps. The repeated rows don't count.
+    If the number of batches isn't a multiple of the number of ranks, some ranks load the last batch
+    once more, so that all ranks take the same number of steps. The repeated rows don't count.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

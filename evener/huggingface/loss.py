@@ -19,9 +19,10 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 class TrainerLoss(msgspec.Struct, frozen=True):
     """What a trainer's loss is a mean over.
 
-    `mean_over` is num_items_in_batch, rows, labels or shifted labels. `multiplied` is the factor by
-    which the trainer multiplies the loss when several processes train. `certain` is True if the
-    checked rows distinguish rows from labels.
+    `mean_over` is "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
+    "labels" or "shifted labels" (see `count_labels`). `multiplied` is the factor by which the
+    trainer multiplies the loss when several processes train. `certain` is True if the checked rows
+    distinguish a mean over rows from a mean over labels.
     """
 
     mean_over: str
@@ -37,16 +38,14 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of labels in a pass that the loss is a mean over.
-
-        Return 0 if the loss isn't a mean over labels.
-        """
+        """Return how many labels of `batch` its loss is a mean over; 0 if it isn't over labels."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
-        `rows` is the number of rows in the pass, `own` the number in the piece.
+        A pass is computed in pieces if memory runs out. `whole` is the batch of the pass with
+        `rows` rows, and `piece` is a part of it with `own` rows.
         """
         if (
             own == rows or self.mean_over == ITEMS
@@ -63,15 +62,19 @@ def silent(trainer: Any) -> Any:
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return the loss's meaning as transformers assumes it, unchecked."""
+    """Return what transformers assumes that the loss is a mean over, without checking it.
+
+    `world` is the number of processes.
+    """
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer treats its loss as a part of an optimizer step's loss.
+    """True if the trainer treats the loss of a pass as a part of an optimizer step's loss.
 
-    Such a loss isn't divided by the number of passes.
+    The trainer doesn't divide such a loss by the number of passes. `items` is num_items_in_batch;
+    None if the trainer couldn't count items.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     takes = (
@@ -81,10 +84,11 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Count a batch's labels that aren't ignored.
+    """Return the number of a batch's labels that aren't ignored, under the names of `mean_over`.
 
-    "labels" counts all of them; "shifted labels" counts those that remain if the model shifts
-    labels by one.
+    "labels" is the number of all these labels. "shifted labels" is the number without each row's
+    first label, which a model that shifts labels by one leaves out. A batch without integer labels
+    has neither, and labels that are already shifted have only "labels".
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -96,7 +100,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if the batch has ignored labels, which shows that the loss supports them."""
+    """True if the batch has ignored labels (-100), which shows that the loss supports them."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

@@ -66,11 +66,13 @@ def find_loss(
 
     If the rows don't show it, return what transformers assumes. Every rank has to call this
     function. It raises RequestError on every rank if the loss isn't a mean over rows, labels or
-    items. `make` returns a few rows of the trainer's data. `ignores` is True if some labels of the
-    data are ignored. In that case more labels are masked if means over rows and over labels can't
-    be distinguished otherwise. On a CPU, masking is always tried, because an error can be caught
-    there; on a GPU, a loss that doesn't support ignored labels would kill the process. `in_parts`
-    is True if a single process needs smaller passes; any error is then raised.
+    items.
+
+    `make` returns a few rows of the trainer's data, or None. `ignores` is True if some labels of
+    the data are ignored. In that case, more labels are masked if means over rows and over labels
+    can't be distinguished otherwise. On a CPU, masking is always tried, because an error can be
+    caught there. On a GPU, a loss that doesn't support ignored labels would kill the process.
+    `in_parts` is True if a single process needs smaller passes; any error is then raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -107,8 +109,9 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    `gathering_in_passes` is the Gathering of the loss's metrics if passes would gather them over
-    fewer rows than a batch has, or None.
+    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, and
+    otherwise None. A loss that depends on gathered values is then refused, because passes would
+    gather values of fewer rows than a batch has.
     """
 
     def __init__(
@@ -131,9 +134,9 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over.
 
-        Return None if these rows don't show it, or if ranks communicate in the loss. Raises
-        RequestError if ranks would communicate there in different numbers of passes, or if the
-        program's own launcher would give the ranks equal numbers of rows.
+        Return None if these rows don't show it, or if ranks communicate in the loss. Communication
+        raises RequestError if ranks have different numbers of passes, or if the trainer has to keep
+        the loss of the program's own launcher.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -149,9 +152,10 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return what `_find` returns, from losses alone if gradients can't be computed.
+        """Return the result of `_find`, from losses alone if gradients can't be computed.
 
-        Reentrant checkpoints don't support torch.autograd.grad.
+        Gradients can't be computed with reentrant activation checkpointing, which doesn't support
+        `torch.autograd.grad`.
         """
         try:
             return self._find()
@@ -177,7 +181,10 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the trainer multiplies its loss for several processes."""
+        """Return the factor by which the trainer multiplies its loss for several processes.
+
+        It is 1 or the number of processes. `reference` is the loss and gradient of one process.
+        """
         if self._world == 1 and self._gathering is None:
             return 1
         calls = 0 if self._gathering is None else self._gathering.calls
@@ -198,7 +205,10 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by the number of items that it receives."""
+        """True if the loss is a sum divided by the number of items that it receives.
+
+        Raises RequestError if only a part of the loss is divided by that number.
+        """
         if self._computations.count_items([self._few.whole]) is None:
             return False
         halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
@@ -214,7 +224,11 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names whose weights make the parts' gradients add up to the whole gradient."""
+        """Return the names of what the loss may be a mean over, a subset of `names`.
+
+        With the weights of such a name, the gradients of the parts add up to `reference`, the
+        gradient of all rows.
+        """
         few = self._few
         fitting = []
         far = {}
@@ -274,7 +288,7 @@ class LossFinder:
 
 
 def _double(sketch: Sketch) -> Sketch:
-    """Return the sketch of a gradient that is twice as large."""
+    """Return a sketch with a gradient and a loss that are twice as large."""
     sums = {name: tuple(2.0 * each for each in line) for name, line in sketch.sums.items()}
     return Sketch(sums, sketch.kinds, 2.0 * sketch.loss)
 
@@ -293,15 +307,15 @@ class _Finding(msgspec.Struct):
 def _find_together(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the result of `find` from the first rank where it isn't None; every rank calls this.
+    """Return the result of `find` from the first rank where it isn't None; None if there is none.
 
-    Raises RequestError on every rank if `find` raises one on any rank. After any other error the
-    result is unknown: either the program itself has an error, which its first step raises again, or
-    memory ran out. After an error of its own, a program with its own launcher isn't trained by
-    shares.
+    Every rank has to call this function. Raises RequestError on every rank if `find` raises one on
+    any rank. On any other error, a rank has no result: either the program itself has an error,
+    which its first step raises again, or memory ran out. With `keeps_launcher`, an error of the
+    program also raises RequestError on every rank, so that it isn't trained by shares.
 
-    With a sharded model, raises DeviceError on a rank that ran out of memory: the other ranks wait
-    for its part of the model, and exit when it exits.
+    With a sharded model (`in_shards`), raises DeviceError on a rank that ran out of memory. The
+    other ranks wait for its part of the model, and exit when it exits.
     """
     own = _Finding()
     try:
@@ -327,10 +341,10 @@ def _find_together(
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """Return the rows with most labels of the first rows ignored.
+    """Return the rows with most labels of the first rows ignored, or unchanged.
 
-    Labels are masked only if a part has about the same fraction of all labels as of all rows,
-    because means over rows and over labels then can't be distinguished.
+    Labels are masked only if the first part has about the same fraction of all labels as of all
+    rows. Otherwise, means over rows and over labels already differ enough to be distinguished.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

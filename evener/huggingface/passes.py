@@ -33,10 +33,12 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weights of an optimizer step's passes, according to the loss.
+    """Return the weights of an optimizer step's passes, according to what the loss is a mean over.
 
-    `sizes` are this rank's rows in the passes of each global batch, `totals` each global batch's
-    rows over all ranks.
+    `passes` are this rank's batches. `sizes` has this rank's number of rows in each pass, by global
+    batch, and `totals` the number of rows of each global batch over all ranks. `items` is this
+    rank's num_items_in_batch, or None. Every rank has to call this function, because ranks gather
+    their numbers of items and labels.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)
@@ -75,7 +77,7 @@ def _count_labels(
 ) -> list[list[float]]:
     """Return how many labels the loss of each pass is a mean over, by global batch.
 
-    It is 0 for a pass with only a filler row.
+    The number is 0 for a pass that has only a filler row.
     """
     counts = []
     first = 0
@@ -87,14 +89,22 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """Return the loss times `factor`; with factor 0, the result is 0 even if the loss is NaN."""
+    """Return the loss times `factor`.
+
+    With factor 0, the result is 0 even if the loss is infinite or NaN. It still depends on all
+    parameters of the model, so that each of them gets a gradient.
+    """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
     return loss if factor == 1.0 else loss * factor
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the number of tokens in a pass; without padding if the arguments say "non_padding"."""
+    """Return the number of tokens in the `inputs` of a pass.
+
+    Padding doesn't count if the trainer's `include_num_input_tokens_seen` is "non_padding". The
+    result is 0 if the inputs have no tokens.
+    """
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -123,10 +133,12 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Return the sum of the results of `train` for the passes of a batch, or their pieces.
+        """Train on the passes of a batch, and return the sum of the results of `train`.
 
-        The second argument of `train` is True for the batch's last part. Metrics recorded during
-        the computation count once.
+        `parts` are the passes, and `loss` returns what the loss is a mean over. `train` computes
+        and backpropagates the loss of a pass, or of a piece of it if memory has run out; its second
+        argument is True for the batch's last part. If a pass is repeated in pieces, its metrics are
+        recorded only once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -161,13 +173,16 @@ class TrainerPasses:
     def note(self, loss: Any) -> None:
         """Add a hook to a pass's loss that detects a backward pass started by the trainer itself.
 
-        The gradients of such a pass can't be undone.
+        Such a pass can't be retried in pieces, because its gradients can't be undone.
         """
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the accelerator's backward pass; if it runs out of memory, the pass can be undone."""
+        """Run the accelerator's backward pass so that it can be undone if memory runs out.
+
+        This method replaces `accelerator.backward`.
+        """
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()

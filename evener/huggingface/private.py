@@ -11,7 +11,7 @@ from typing import Any
 
 
 def prepare_inputs(trainer: Any, batch: Any) -> Any:
-    """Return a batch as the trainer passes it to its loss: on the device, with the right types."""
+    """Return a batch as the trainer passes it to `compute_loss`: on its device, in its dtypes."""
     return trainer._prepare_inputs(batch)
 
 
@@ -21,12 +21,18 @@ def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
 
 
 def output_folder(trainer: Any, trial: Any) -> str:
-    """Return the folder of a trainer's checkpoints; each hyperparameter trial has its own."""
+    """Return the folder of a trainer's checkpoints.
+
+    `trial` is the current trial of a hyperparameter search, which has its own folder, or None.
+    """
     return str(trainer._get_output_dir(trial=trial))
 
 
 def pass_rows(trainer: Any) -> int:
-    """Return a process's rows per pass, which `auto_find_batch_size` may have changed."""
+    """Return the number of rows per forward pass of one process.
+
+    It can differ from the trainer's arguments, because `auto_find_batch_size` may have reduced it.
+    """
     return int(trainer._train_batch_size)
 
 

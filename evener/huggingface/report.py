@@ -1,4 +1,4 @@
-"""Report a trainer's speed to the monitor and to its trackers, with or without a plan."""
+"""Report a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's steps to the monitor, and its speed metrics to its trackers.
+    """Report a trainer's steps to evener's monitor, and its speed metrics to its trackers.
 
-    The trackers are those in the argument `report_to`. The metrics are compute time (own work),
-    waiting time, shares and samples/s. Call this function once, before `train`. With a plan or
-    `evener run`, steps are reported anyway; without either, the metrics are samples/s, the step
-    time and the wait for data. Nothing else changes.
+    The trackers are those that the trainer's argument `report_to` lists. Call this function once,
+    before `train`. It changes nothing else about the training.
+
+    With a plan or `evener run`, the metrics are compute time (own work), waiting time, shares and
+    samples/s; the monitor gets the steps even without this call. Otherwise the metrics are
+    samples/s, the step time and the wait for data.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -33,7 +35,10 @@ def report(trainer: Trainer) -> None:
 
 
 class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
-    """Adds speed metrics to each log; it is the first callback, so all trackers receive them."""
+    """Adds speed metrics to each log entry of the training loss.
+
+    It has to be the first callback, so that the trackers' callbacks receive the metrics.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -46,14 +51,14 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock = ClockedReports("torch", name, args.process_index, args.world_size)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start timing an optimizer step, whose first batch has been loaded."""
+        """Start timing an optimizer step; its first batch has already been loaded."""
         if self._clock is not None:
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step with the rows of a full step.
+        """Report an optimizer step.
 
-        An epoch's last step may have fewer rows.
+        The reported number of rows is that of a full step; an epoch's last step may have fewer.
         """
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
@@ -77,7 +82,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class _SpeedMetricsFilter(TrainerCallback):  # type: ignore[misc]
-    """Removes the speed metrics before the callback that prints a log entry."""
+    """Removes the speed metrics from a log entry before another callback prints the entry."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Remove the speed metrics, so that the printed log stays unchanged."""

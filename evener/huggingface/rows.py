@@ -34,7 +34,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raise RequestError if the class isn't a Trainer, or generates its training rows."""
+    """Raise RequestError if the class isn't a Trainer or generates its training rows itself."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -116,9 +116,9 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks synchronize in every pass, so all must run the same number of passes.
+    """True if ranks synchronize in every pass, so that all must run the same number of passes.
 
-    FSDP gathers weights in each pass, and TRL's trainers gather metrics.
+    FSDP and evener's shards gather weights in each pass, and TRL's trainers gather metrics.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -126,9 +126,11 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raise RequestError if the checkpoint's steps had another number of rows than this training's.
+    """Raise RequestError if a checkpoint was made with another data set size or step size.
 
-    Positions in the epoch are counted in steps, so the number of rows per step must be the same.
+    `rows` is the number of rows of the data set, `step_rows` the number per optimizer step, and
+    `epoch_steps` the number of optimizer steps per epoch. They must match, because a position in
+    the epoch is counted in steps.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
@@ -165,10 +167,10 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """Yields this rank's rows of each global batch, as one tuple of row numbers per pass.
+    """Yields a list for each global batch, with one tuple of this rank's row indices per pass.
 
-    A pass without rows has a tuple with one row that doesn't count. Every batch has the same number
-    of passes, unless rows are assigned by length.
+    A pass without rows has a tuple with one filler row that doesn't count. Every batch has `passes`
+    passes, unless rows are assigned by length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -187,7 +189,10 @@ class PassSampler(StepSampler):
         ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows that count in each pass of the epoch's batch number `step`."""
+        """Return the number of rows in each pass of the epoch's batch number `step`.
+
+        Filler rows don't count.
+        """
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
@@ -196,7 +201,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set whose items are passes: a tuple of row numbers selects the collated rows."""
+    """A data set whose items are passes: a tuple of row indices selects the rows, collated."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -214,7 +219,7 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 def find_lengths(trainer: Any) -> list[int] | None:
     """Return the number of tokens in each training row, or None if rows have no token ids.
 
-    Lengths are determined as the trainer does it to group rows by length.
+    The lengths are the ones by which the trainer itself would group rows.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -232,7 +237,10 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the loader of the trainer's class uses its own batch sampler."""
+    """True if the training loader of the trainer's class uses its own batch sampler.
+
+    `make_loader` creates this loader.
+    """
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
@@ -241,7 +249,7 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Return the training data, collator and sampler of the trainer class's own loader.
 
-    Raises RequestError if that loader creates its own batches.
+    `make_loader` creates this loader. Raises RequestError if it creates its own batches.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -279,8 +287,9 @@ def make_sampler(
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return the order in which one process would draw each epoch's rows without a plan.
 
-    Return None if rows are drawn in the data set's order. The seed of a random order is `data_seed`
-    or, by default, the seed with which the first rank's process was last seeded.
+    `sampler` is the sampler of the trainer's own loader. Return None if it draws rows in the data
+    set's order. The seed of a random order is the trainer's argument `data_seed` or, by default,
+    the seed with which the first rank's process was last seeded.
     """
     if type(sampler) is SequentialSampler:
         return None

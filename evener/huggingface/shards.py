@@ -21,7 +21,7 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """A mixin for a Trainer class whose plan shards the model.
+    """A mixin for a Trainer class whose plan puts a shard of the model on each device.
 
     Its checkpoints have the format of `Split.save`.
     """
@@ -53,9 +53,11 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         keep_no_casts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, one unit at a time; every process must call it.
+        """Write the whole model to `output_dir`, by default the folder in the trainer's arguments.
 
-        A checkpoint also contains the optimizer's state, unless `save_only_model` is set.
+        Every process must call this method, because shards are gathered one unit of layers at a
+        time. A checkpoint (`_internal_call`) also contains the optimizer's state, unless
+        `save_only_model` is set.
         """
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model
@@ -93,7 +95,10 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the dtype of accelerate's autocast for linear layers' operands, or None."""
+    """Return the dtype to which accelerate's autocast casts; None if autocast is off.
+
+    Autocast casts the operands of linear layers to this dtype.
+    """
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
@@ -106,7 +111,10 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Set the device that accelerate assumes for a model loaded with a `device_map`."""
+    """Set the device in the `device_map` with which a model was loaded, if it has one.
+
+    accelerate reads the map to find out where the model is.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}
@@ -118,7 +126,7 @@ def _own_optimizer(trainer: Any) -> Any:
 
 
 def check_shards(trainer: Any) -> None:
-    """Raise RequestError if the Trainer uses a feature that doesn't support sharded models."""
+    """Raise RequestError if the Trainer uses a feature that doesn't work with evener's shards."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled

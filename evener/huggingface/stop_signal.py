@@ -14,9 +14,10 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """After SIGTERM to any of the `world` ranks, save a checkpoint and end the training.
+    """Make a trainer save a checkpoint and end its training after SIGTERM.
 
-    Does nothing unless the trainer's arguments set `enable_jit_checkpoint`.
+    It is enough if one of the `world` ranks receives the signal. This function does nothing unless
+    the trainer's arguments set `enable_jit_checkpoint`.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
@@ -34,15 +35,19 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal: StopSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Install a handler of SIGTERM."""
+        """Install a handler for SIGTERM."""
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After the signal, save a checkpoint and end the training, on all ranks at one step."""
+        """After SIGTERM, save a checkpoint and end the training on all ranks after the same step.
+
+        Every rank has to call this method after each step, because ranks exchange whether one of
+        them has received the signal.
+        """
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the previous handler of SIGTERM."""
+        """Restore the previous handler for SIGTERM."""
         if self._stop_signal is not None:
             self._stop_signal.close()

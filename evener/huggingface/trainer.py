@@ -73,18 +73,22 @@ def with_plan(
 ) -> type[Any]:
     """Return a subclass of `trainer_class` that trains with `plan`; use it like the class itself.
 
-    Without `plan` and `ratios`, the plan of evener launch is used. The plan determines the rows of
-    each process and pass, instead of `per_device_train_batch_size`; `global_batch` sets another
-    number of rows for each global batch. Instead of a plan, `ratios` divide `global_batch` among
-    the processes; its default is the number of rows that the processes would train on with equal
-    shares. With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
+    The plan determines the rows of each process and pass, instead of `per_device_train_batch_size`.
+    `plan` is a Plan or the path of its file. Without `plan` and `ratios`, the plan of
+    `evener launch` is used. With `gradient_accumulation_steps=A`, an optimizer step has A global
+    batches.
+
+    - `ratios`, instead of a plan, divide each global batch among the processes.
+    - `global_batch` is the number of rows per global batch. The default is the plan's number or,
+      with `ratios`, the number on which the processes would train with equal shares.
+    - `strict` raises an error instead of a warning if the plan was measured on other devices.
+    - `journal` makes `evener runs` show the training's steps/s and restarts.
+    - `rebalance` adapts shares to the ranks' compute time (own work) during the training.
+    - `noise` measures the gradient noise scale (docs/learning.md).
+    - `check=False` skips the check of what the loss is a mean over, and trusts transformers.
 
     Raises PlanError or RequestError, when the trainer is created or before its first step, if
-    training with the plan wouldn't be exact. If the plan was measured on other devices, `strict`
-    raises an error instead of a warning. With `journal`, `evener runs` shows the training's steps/s
-    and restarts; with `rebalance`, shares adapt to the ranks' compute time (own work); with
-    `noise`, the gradient's noise scale is measured (docs/learning.md). `check=False` skips the
-    check of what the loss is a mean over, and trusts transformers.
+    training with the plan wouldn't be exact.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -121,10 +125,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Switch to training with the plan.
+        """Set the trainer up for training with the plan.
 
-        `evener run` also calls this method on a trainer that was created before its class was
-        changed.
+        The constructor calls this method. `evener run` also calls it on a trainer that the program
+        has already created, after changing its class.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -201,9 +205,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return the loader of an evaluation.
+        """Return an evaluation loader that divides the batches of a single process among the ranks.
 
-        It divides the batches of a single process among the ranks.
+        With `is_training`, return the class's own loader.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
@@ -219,7 +223,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step and the number of its items over all ranks.
 
-        The filler row of a rank without rows is computed with weight 0.
+        The passes are lists, one for each of the `num_batches` global batches. The filler row of a
+        rank without rows is computed with weight 0. The number of items is None if the trainer
+        doesn't count items.
         """
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
@@ -250,7 +256,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch; return the items over all ranks."""
+        """Store the weight of each pass in its global batch.
+
+        `sizes` and `totals` are those of `weigh_passes`. Return the number of items over all ranks,
+        or None. In the first step, first determine what the loss is a mean over.
+        """
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -272,10 +282,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return what the loss is a mean over.
+        """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        With `in_parts`, a single process that needs smaller passes checks the loss on that many
-        rows.
+        If `check` is False, or one process computes each batch at once, return what transformers
+        assumes. `ignores` is True if some labels are ignored. If `in_parts` isn't 0, a single
+        process needs smaller passes because memory ran out, and checks the loss on that many rows.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -311,7 +322,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check the loss in a single process before it uses smaller passes for the first time.
 
-        Raises RequestError if smaller passes would change what is learned.
+        `part` is the pass that ran out of memory, and up to `rows` rows are checked. Raises
+        RequestError if smaller passes would change what is learned.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
@@ -319,9 +331,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on the passes of a batch.
+        """Train on the passes of a global batch, and return the sum of their losses.
 
-        Each loss is weighted so that the mean over ranks is the loss of one process.
+        `inputs` are the batches of the passes. Each loss is weighted so that the mean over ranks is
+        the loss of one process.
         """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
@@ -346,7 +359,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def log(self, *logged: Any, **options: Any) -> None:
         """Log immediately outside a pass; delay a pass's logs until its batch is computed.
 
-        Of a batch's logs, only those of its last pass are kept.
+        Only the logs of a batch's last pass are kept, so that metrics are logged once per batch.
         """
         if self._factor is None:
             super().log(*logged, **options)
@@ -359,7 +372,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large if `keeps_launcher`, else 1."""
+        """The factor by which the trainer's own loss is too large, if `keeps_launcher` is True.
+
+        It is 1 otherwise, because the weights of the passes then correct the loss.
+        """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -375,7 +391,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the class's own loss times the weight of the pass; unweighted in evaluation.
 
-        Attributes that the class sets for a batch are set once, in the batch's last pass.
+        Attributes that the class sets while it computes the loss are kept only in the batch's last
+        pass, so that they are set once per batch.
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -417,7 +434,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """At the end of the training, average the losses that aren't logged yet over the ranks.
 
-        This is for transformers 4, which has no `_finalize_training`.
+        This override is for transformers 4, which has no `_finalize_training`.
         """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -473,10 +490,10 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows, the same on every rank.
+    """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    With `chooses`, they are chosen to differ most, from the next rows and other rows of the epoch.
-    Otherwise they are the next rows.
+    With `chooses`, the rows are chosen to differ most, from the next rows and other rows of the
+    epoch. Otherwise the result has the next rows. Return None if there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)

@@ -601,7 +601,7 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
-        """Train a loop by shares from its next batch on, if all ranks can; otherwise report why not.
+        """Train a loop by shares from its next batch on, or report why that is impossible.
 
         If the program itself has exchanged values, wait for one more step first, because that step
         may use these values. All ranks call this method after the same step.
