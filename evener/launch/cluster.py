@@ -1,7 +1,7 @@
 """Runs a training on all hosts of a plan, through Ray.
 
-evener's actor on each host runs `evener launch` there. If restarts are allowed, a lost host is left
-out and training starts again on the remaining hosts.
+An actor of evener on each host runs `evener launch` on that host. If restarts are allowed, a lost
+host is left out and training starts again on the remaining hosts.
 """
 
 from __future__ import annotations
@@ -52,11 +52,16 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Launch the training run on all hosts of the plan, wait for them and return the exit code.
+    """Launch a training run on all hosts of a plan, wait for its end and return the exit code.
 
-    The plan, the script and the Python files beside it are sent to each host; `more` are additional
-    options for each host's launch. Up to `max_restarts` times, lost hosts are left out and training
-    starts again with a plan for the remaining hosts. Raises EvenerError if training can't start.
+    The plan in the file `path`, the script in `command` and the Python files beside the script are
+    sent to each host. Up to `max_restarts` times, lost hosts are left out and training starts again
+    with a plan for the remaining hosts. Raises EvenerError if training can't start.
+
+    `rendezvous` is the HOST:PORT at which the hosts meet at the first start; by default, a free
+    port of the first host is used. `address` is Ray's address. Each host waits up to `wait_seconds`
+    for the others to join, and processes have `grace_seconds` to exit after SIGTERM. `more` are
+    further options for the launch on each host.
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
@@ -107,7 +112,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return a plan for the devices on the hosts of these agents only."""
+    """Return the plan without the devices of hosts that have no agent in `agents`."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -121,9 +126,11 @@ def _train(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start the training run once on these hosts and wait until it ends on all of them.
+    """Start the training run once on the agents' hosts and wait until it ends.
 
-    Return the exit code and the lost hosts.
+    `make` creates a HostLaunch on a host. The wait also ends if `caught` has a signal. Return the
+    exit code and the names of the lost hosts. A launch that doesn't stop within `end_seconds` is
+    killed.
     """
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()
@@ -148,7 +155,11 @@ def _train(
 
 
 class RemoteLaunch:
-    """The training run's launch on one host. A thread prints its output until it ends."""
+    """The training run's launch on one host, as seen from this process.
+
+    A thread prints the launch's output until the launch ends. `code` is None until then. `lost` is
+    True if the host can no longer be reached.
+    """
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
         self._end_seconds = end_seconds
@@ -186,9 +197,9 @@ class RemoteLaunch:
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     """Wait until all launches have ended or one has failed, and return the exit code.
 
-    The wait also ends when a signal arrives. After a launch has failed, the others get time to end;
-    if a host is lost, they can't continue, so this returns at once. Raises DeviceError if Ray's
-    head is lost.
+    The wait also ends when a signal arrives in `caught`. After a launch has failed, the others get
+    PEER_SECONDS to end by themselves. If a host is lost, the others can't continue, so the function
+    returns immediately. Raises DeviceError if Ray's head is lost.
     """
     deadline = float("inf")
     answered = time.monotonic()
@@ -212,7 +223,11 @@ def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
 
 
 def _check_head(answered: float) -> float:
-    """Return the time of the last answer from Ray's head; raise DeviceError if it is too old."""
+    """Check Ray's head if its last answer, at the time `answered`, is too old.
+
+    Return the time of the last answer, by the monotonic clock. Raises DeviceError if there has been
+    no answer for HEAD_SILENT_SECONDS.
+    """
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered
@@ -230,10 +245,13 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostLaunch:
-    """Runs `evener launch` on this host for a remote reader of its output.
+    """Runs `evener launch` on this host, for the RemoteLaunch that reads its output.
 
-    The launch is terminated together with this process. Occurrences of the plan file `planned` in
-    the command are replaced by `plan`. After SIGTERM, the launch has `end_seconds` to exit.
+    `plan` is the content of the plan file, and `planned` is the path that was given to
+    `evener launch`, so that a script which opens this path gets the new plan. `script` has copies
+    of the script and the files beside it, or is None for a module. The launch runs in `folder` if
+    that exists on this host. It is terminated together with this process, and has `end_seconds` to
+    exit after SIGTERM.
     """
 
     def __init__(
@@ -290,7 +308,7 @@ class HostLaunch:
         os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the training run and remove its files."""
+        """Stop the launch, and remove the files that were written for it."""
         self.stop()
         self._plan.unlink()
         self._plan.parent.rmdir()

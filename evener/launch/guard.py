@@ -1,6 +1,6 @@
-"""Starts a process that kills leftover processes of a training run.
+"""Starts the watcher, a process that kills leftover processes of a training run.
 
-It is separate from the launcher, so it works even if the launcher is killed.
+The watcher is separate from the launcher, so that it works even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GuardedTraining:
     """A training run's name and its temporary folder.
 
     All processes of the run have the name in their environment. The folder is removed when training
-    ends. If `succeeded` is True by then, leftover processes aren't killed.
+    ends. If `succeeded` has been set to True by then, leftover processes aren't killed.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -36,8 +36,9 @@ class GuardedTraining:
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
     """Return a context that kills leftover processes of a training run on exit.
 
-    They aren't killed if `succeeded` was set on the context's GuardedTraining. The run's folder is
-    private and has an unpredictable name. Raises RequestError if it can't be created.
+    The context provides a GuardedTraining; if its `succeeded` was set to True, no process is
+    killed. The run's temporary folder is private, and its name begins with `prefix` and is
+    unpredictable. Raises RequestError if the folder can't be created.
     """
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}

@@ -1,4 +1,4 @@
-"""Finds this host's part of a training run with a plan: its shares, devices and rendezvous."""
+"""Determines this host's part of a training run from a plan: shares, devices and rendezvous."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks of a program but the first wait for.
+        """The file that all ranks of a program except the first wait for.
 
-        It is None if all ranks start immediately.
+        The first rank creates this file when it creates a process group with them. The result is
+        None if all ranks start immediately.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
@@ -84,7 +85,7 @@ class HostJob(msgspec.Struct, frozen=True):
     def has_several(self) -> bool:
         """True if this host runs several processes of a training run.
 
-        A program's ranks count once they are released.
+        The waiting ranks of a program count only after their release (see `release`).
         """
         if self.release is None:
             return len(self.processes) > 1
@@ -97,9 +98,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes; empty if there is only one.
+        """The names of this host's processes, for their output; empty if there is only one process.
 
-        With several hosts they are device labels, because a host doesn't know its ranks.
+        They are "rank 0" and so on or, with several hosts, device labels, because a host doesn't
+        know the ranks of its processes.
         """
         if len(self.processes) < 2:
             return ()
@@ -116,7 +118,7 @@ class HostJob(msgspec.Struct, frozen=True):
     def with_a_process_each(self) -> HostJob:
         """Return a copy of the job with one process per device.
 
-        Keras' engine "multiworker" requires one.
+        Keras' engine "multiworker" requires this.
         """
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
@@ -126,10 +128,11 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment variables of the processes.
+        """Return the environment variables with which to start this host's processes.
 
-        They are the same for all processes; each process's own variables are encoded in one of
-        them, which `start_rank` decodes. `more` holds further variables for each process.
+        All processes get the same variables. The variables that differ between processes are
+        encoded in one of them, STARTS, which `start_rank` decodes. `more` has further variables of
+        the latter kind, one dictionary per process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -156,7 +159,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """Return what `start_rank` needs to start a process on its devices.
+        """Return the settings with which `start_rank` starts a process on `devices`.
 
         A PyTorch process sees all GPUs of this host that have a share, and uses the GPU with the
         index LOCAL_RANK.
@@ -187,9 +190,11 @@ def make_job(
 ) -> HostJob:
     """Return this host's part of a training run whose plan is in the file `path`.
 
-    If `executable` isn't empty, it is run with the command as its arguments, and trains with
-    PyTorch. With `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if
-    the training run can't start on this host.
+    `command` is a script, or `-m` and a module, followed by arguments. If `executable` isn't empty,
+    it is run with the command as its arguments, and trains with PyTorch. `host` is this host's name
+    in the plan, and `rendezvous` is HOST:PORT; if they are None, both are found from the plan. With
+    `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if the training
+    run can't start on this host.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -223,7 +228,8 @@ def make_job(
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
     """True if one process trains on all devices of this host.
 
-    Raises PlanError if such a plan also has devices on other hosts.
+    `own` are the shares of this host. Raises PlanError if one process has to train on all devices
+    but the plan also has devices on other hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
@@ -239,8 +245,8 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
     """Return the host and port of the rendezvous.
 
-    The default is the plan's first host with the default port. Raises DeviceError if the host's
-    name can't be resolved.
+    `rendezvous` is HOST:PORT, or None for the plan's first host with the default port. Raises
+    DeviceError if the host's name can't be resolved.
     """
     if rendezvous:
         host, port = _parse_rendezvous(rendezvous)
@@ -288,9 +294,10 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, else the script's, else PyTorch.
+    """Return the plan's framework or, if the plan names none, the framework that `script` imports.
 
-    Raises PlanError if plan and script differ.
+    The default is PyTorch ("torch"). Raises PlanError if the plan and the script are for different
+    frameworks.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
@@ -332,7 +339,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Return the text that selects a share's device in `--devices`."""
+    """Return the term with which the option `--devices` selects the share's device."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -350,7 +357,8 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 def find_imports(job: HostJob) -> frozenset[str]:
     """Return the job's framework and the packages that its script imports.
 
-    Only import statements in the script's own source are found.
+    Only import statements in the script's own source are found. If the source can't be read, the
+    result has only the framework.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

@@ -35,7 +35,10 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How the processes of one start ended; without a signal and failures, they succeeded."""
+    """How the processes of one start ended.
+
+    If there is no signal and no failure, all processes succeeded.
+    """
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -72,10 +75,10 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return a sort key that puts likely causes first.
+    """Return the sort key of an exit code; the most likely cause of all failures comes first.
 
     A killed process makes others abort or raise exceptions, and the launcher then sends SIGTERM to
-    the rest.
+    the rest. So SIGKILL comes first, then other signals, then exit codes, then SIGTERM.
     """
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
@@ -98,10 +101,11 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context that provides the standard output and error files of each process.
+    """Return a context that provides each process's files for standard output and error.
 
-    All output is printed by the end of the context. Lines are prefixed with the process's name,
-    unless only one process has run so far.
+    `names` are the names of the processes. Each line that a process writes to its files is printed
+    here, with its name as a prefix once `has_several` has returned True. All output is printed by
+    the end of the context.
     """
     # a marker, as descendants of the processes may keep the pipes open
     end = secrets.token_bytes(16)
@@ -124,7 +128,7 @@ def named_output(
 
 
 class _LineNames:
-    """Provides the prefix of a process's output lines."""
+    """Provides the prefix of a process's output lines, which may change from empty to its name."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -132,13 +136,16 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the process's name as a prefix once there are several processes; empty before."""
+        """Return the process's name as a prefix, or b"" while there has been only one process."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop the thread that copies from a pipe, once it has copied everything in the pipe."""
+    """Stop the thread that copies from a pipe, after it has copied everything in the pipe.
+
+    `write` is the pipe's writing end, to which the marker `end` is written.
+    """
     with suppress(OSError):
         os.write(write, end)
     thread.join()
@@ -146,9 +153,10 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy from a pipe to a stream until `end` is read.
+    """Copy lines from a pipe to a stream, each with the current prefix, until `end` is read.
 
-    If the stream is closed, stop reading, so that writes fail in the process.
+    `read` and `stream` are file descriptors. If the stream is closed, stop reading, so that the
+    process gets an error when it writes.
     """
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
@@ -173,7 +181,7 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> GroupExit:
-    """Start the processes as children and wait until they exit.
+    """Start the job's processes as children, wait until they exit and return how they ended.
 
     If a process fails, the others get SIGTERM. A signal to the launcher is forwarded to all
     processes. Processes that still run after the job's `grace_seconds` are killed.
@@ -229,12 +237,16 @@ def _rank(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """Return a HOST:PORT for PyTorch's variables on a single host; nothing listens on it."""
+    """Return a HOST:PORT for PyTorch's environment variables on a single host.
+
+    PyTorch requires an address, but nothing listens on this one, because evener's processes
+    rendezvous through a file.
+    """
     return f"127.0.0.1:{find_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the environment variable RENDEZVOUS for this address.
+    """Return the value of the environment variable RENDEZVOUS for this address (HOST:PORT).
 
     It makes processes rendezvous through a new file instead of the address.
     """
@@ -244,7 +256,7 @@ def _describe_rendezvous(address: str) -> str:
 def _cluster(job: HostJob) -> list[dict[str, str]]:
     """Return TF_CONFIG for each process of this host, in the plan's order.
 
-    The list is empty if there is only one process in total.
+    The list is empty unless the plan's engine is "multiworker" with several processes in total.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -276,7 +288,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send a signal to the running processes; kill those that don't exit within `grace_seconds`.
+    """Send the signal `number` to processes that still run; kill them after `grace_seconds`.
 
     After a Ctrl-C on their terminal, the signal isn't sent again, because the terminal has already
     delivered it.
@@ -314,9 +326,10 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
-    """Return the ranks that failed by themselves.
+    """Return how the processes ended, with the ranks that failed by themselves.
 
-    They are identified by the `exitcode` and `timestamp` that the agent reports for each failure.
+    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank. Ranks
+    that failed FORCE_SECONDS after the first failure or later were killed by the agent.
     """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
@@ -330,9 +343,11 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
-    """Start the processes through PyTorch's agent and wait until they exit.
+    """Start the job's processes through PyTorch's agent, and return how they ended.
 
-    On several hosts the agents restart the processes themselves.
+    The agent restarts the processes up to `max_restarts` times. This is used with several hosts,
+    whose agents have to restart together. Raises RequestError if PyTorch can't be imported, and
+    DeviceError if the hosts don't rendezvous in time.
     """
     address = _find_address()
     environment = _describe_agent(job, address)

@@ -1,4 +1,8 @@
-"""Starts a user's program for `evener run`: its command, its shares and the final report."""
+"""Prepares a user's program for `evener run`, and evaluates its training run at the end.
+
+The preparation reads the command and chooses the plan. At the end, the notes of all ranks are read,
+and the final shares are saved for the next run.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,9 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 class ProgramCommand(msgspec.Struct, frozen=True):
     """The command that starts a program.
 
-    It has the executable, its command-line words, an identity that is stable between starts, and
-    the program's own arguments.
+    `words` are the arguments of `executable`. `identity` is the same each time the program is
+    started: the path of its script, `-m` and its module, or the path of its executable. `arguments`
+    are the program's own arguments.
     """
 
     executable: str
@@ -67,10 +72,10 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """Return the command given after `--`.
+    """Return the command that is given after `--`, such as `python train.py` or `train.py`.
 
-    Raises RequestError if the executable doesn't exist, if its script trains with TensorFlow, or if
-    it runs Python with an option that evener can't work with.
+    Raises RequestError if the executable or the script doesn't exist, if the script trains with
+    TensorFlow, or if Python has an option that disables evener's hooks.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -107,7 +112,7 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 def _refuse_tensorflow(script: Path) -> None:
     """Raise RequestError if the script trains with TensorFlow.
 
-    With TensorFlow, each process would train on all rows.
+    `evener run` can't divide TensorFlow's batches, so each process would train on all rows.
     """
     if script_framework(script) == "tensorflow":
         raise RequestError(
@@ -122,7 +127,7 @@ def _refuse_tensorflow(script: Path) -> None:
 def _refuse_isolation(options: Sequence[str]) -> None:
     """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize.
 
-    evener installs its hooks through them.
+    evener uses PYTHONPATH and sitecustomize to install its hooks.
     """
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
@@ -150,9 +155,10 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    It is the given plan, else the last plan of this program with these arguments on these devices,
-    else a plan with even shares. Raises RequestError if the plan is for several hosts or a device
-    has a limit, and DeviceError if a device is simulated.
+    If `given` is a plan file, its plan is used. Otherwise it is the plan that was saved after the
+    last run of this program with the same arguments and devices or, if there was none, a plan with
+    even shares. `devices` is the text of the option `--devices`. Raises RequestError if the plan is
+    for several hosts or a device has a limit, and DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)
@@ -182,8 +188,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return `path`, or None if the plan leaves out a device, because the program's global batch is
-    meant for all devices. The variable RUN is set to `run` in the measuring process, so that a
+    Return `path`, or None if the plan leaves out a device: such a plan isn't used, because the
+    program's global batch is meant for all devices. `devices` is the text of the option
+    `--devices`. The environment variable RUN is set to `run` in the measuring process, so that a
     guard can find the processes that it starts. Raises RequestError if no plan could be measured.
     """
     python = (
@@ -246,16 +253,19 @@ def _has_build(path: Path) -> bool:
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
-    """Return an unmeasured plan with these shares for a program."""
+    """Return an unmeasured plan for the program `identity`.
+
+    `templates` describe the devices, and `batches` has their numbers of rows.
+    """
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
     return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the final plan of this command's last training run on the devices of `even`.
+    """Return the plan that was saved after this command's last training run.
 
-    Return None if there is none.
+    Return None if the command has never been run on the devices of the plan `even`.
     """
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
@@ -277,13 +287,16 @@ def _digest_command(command: ProgramCommand, plan: Plan) -> str:
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Pass these settings to processes that are started later."""
+    """Set the environment variables that pass `settings` to processes started later."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """Return the notes that ranks have written, sorted by rank."""
+    """Return the notes that ranks have written to `folder`, sorted by rank.
+
+    Files that can't be read are skipped.
+    """
     notes = []
     for path in folder.glob("*.json"):
         with suppress(msgspec.DecodeError):
@@ -292,9 +305,11 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the final shares as a plan next to the training journal.
+    """Save the final shares of a training run as a plan next to its journal.
 
-    Return its path, or None if the program wasn't trained by shares.
+    `plan` is the plan with which the run started, and `notes` are the notes of its ranks. Return
+    the path of the saved plan, or None if the program wasn't trained by shares or a rank's device
+    isn't known.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None
@@ -316,7 +331,7 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the first shares with the last ones, over all ranks.
+    """Compare step times with the first shares to those with the last shares, over all ranks.
 
     Return None if a rank has timed too few steps.
     """

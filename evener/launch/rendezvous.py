@@ -1,7 +1,8 @@
 """The rendezvous of PyTorch's elastic agents, and the address that they pass to their processes.
 
-A single agent has no one to wait for. Agents of several hosts rendezvous at a port of one address;
-PyTorch's own rendezvous would open that port on every address of the machine.
+A single agent doesn't wait for others and opens no port. Agents of several hosts rendezvous at a
+port of one address, whereas PyTorch's own rendezvous would open that port on every address of the
+machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ SEVERAL_AGENTS = "evener-several"
 
 
 class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The rendezvous of a single agent. Its store lives in this process and opens no port."""
+    """The rendezvous of a single agent, whose store lives in this process and opens no port.
+
+    `run_id` is the name of the training run. `address` is the HOST:PORT that the agent passes to
+    its processes.
+    """
 
     def __init__(self, run_id: str, address: str) -> None:
         self._run_id = run_id
@@ -49,21 +54,24 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a rendezvous of this agent alone, with the address that its processes use."""
+        """Return the next rendezvous, of this agent alone, without waiting.
+
+        It contains the address that the agent's processes use.
+        """
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)
 
     def is_closed(self) -> bool:
-        """True once the agent has ended."""
+        """True once the agent has closed the rendezvous."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Record that the agent has ended."""
+        """Close the rendezvous, because the agent has ended."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, as no other agent ever joins."""
+        """Return 0, because no other agent ever joins."""
         return 0
 
     def get_run_id(self) -> str:
@@ -71,7 +79,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True, as there is nothing to shut down."""
+        """Return True, because there is nothing to shut down."""
         return True
 
 
@@ -101,10 +109,9 @@ def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
-    """Return the arguments of PyTorch's LaunchConfig that define the rendezvous.
+    """Return the arguments of PyTorch's LaunchConfig that define the rendezvous of a job's agents.
 
-    The agents of all hosts rendezvous this way. On a single host, the processes use `address`
-    (HOST:PORT).
+    `address` (HOST:PORT) is used on a single host only, as the address for its processes.
     """
     way: dict[str, Any] = {
         "rdzv_backend": SINGLE_AGENT,

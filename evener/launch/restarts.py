@@ -1,6 +1,6 @@
-"""Runs a training that survives lost devices.
+"""Runs a training and restarts it after the loss of a device.
 
-After a process is killed, all processes start again on the devices that still work.
+After a process was killed or aborted, all processes start again on the devices that still work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from .processes import GroupExit, named_output, run_children
 def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until the processes exit, restart them after a loss, and return the exit code.
 
-    A loss is a process that was killed or aborted. Training ends when all processes succeed, a
-    script raises an exception, or the restarts are used up. After a loss every device is checked,
-    including devices that were left out before. With several hosts no launcher sees all failures,
-    so each failure is treated as a loss, and DeviceError is raised if a device no longer works. If
-    only the first process of a program ran, the exit code is the program's own.
+    A loss means that a process was killed or aborted. Training ends when all processes succeed, a
+    script raises an exception, or `max_restarts` restarts are used up. After a loss, every device
+    of the job `first` is checked, including devices that were left out before. If only the first
+    process of a program ran, the exit code is the program's own.
+
+    With several hosts, no launcher sees all failures. Therefore each failure is treated as a loss,
+    and DeviceError is raised if a device no longer works.
     """
     job = first
     several = len(first.hosts) > 1
@@ -95,8 +97,8 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without the broken devices, with a new plan for the remaining ones.
 
-    Raises PlanError if the plan file has changed, and DeviceError if no device is left or the job
-    spans several hosts.
+    `first` is the job with all devices. Raises PlanError if its plan file has changed. Raises
+    DeviceError if no device is left, or if a device is broken and the job spans several hosts.
     """
     if load_plan(first.path) != first.plan:
         raise PlanError(
@@ -138,7 +140,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the rows of each device before and after a change, as in "5+3 → 8+0"."""
+    """Return the rows of each device before and after a change as text, such as "5+3 → 8+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
@@ -151,7 +153,8 @@ def find_broken(
 ) -> tuple[Device, ...]:
     """Return the devices that fail to compute anything within 10 s.
 
-    All devices are checked at the same time. A caught signal ends the check.
+    All devices are checked at the same time, with `framework`. The check ends early if `caught` has
+    a signal; devices whose check hasn't finished by then count as broken.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

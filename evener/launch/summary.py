@@ -1,4 +1,4 @@
-"""Summarizes a training run at its end: its speed, what limited it and what would help.
+"""Summarizes a training run at its end: its speed, its bottlenecks and their remedies.
 
 The summary is made from the last record of each process, and saved in the run's folder as JSON and
 as text.
@@ -35,7 +35,7 @@ from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in the run's folder
 FEWEST_STEPS = 20  # minimum number of steps for meaningful metrics, without the first ones
-MOST_NAMED = 3  # maximum number of limits to name
+MOST_NAMED = 3  # maximum number of bottlenecks to name
 MOST_GAIN = 9.0  # larger gains aren't distinguished
 
 End = Literal["finished", "interrupted", "failed"]
@@ -95,7 +95,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     plan_samples_per_second: float
     of_plan: float
     step_s: float
-    limits: tuple[TrainingLimit, ...]  # the largest first
+    limits: tuple[TrainingLimit, ...]  # bottlenecks, the largest first
     parts_known: bool  # True if the ranks reported the parts of their steps
     ranks: tuple[RankSummary, ...]
     missing_ranks: int  # number of ranks on other hosts or without a record
@@ -109,7 +109,10 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(folder: Path) -> list[LiveRecord]:
-    """Return the last record of each rank of the most recently reported training run."""
+    """Return the last record of each rank of one training run, in rank order.
+
+    If `folder` has records of several training runs, the run with the newest record is chosen.
+    """
     records = []
     for path in folder.glob("*.json"):
         with suppress(OSError):
@@ -137,8 +140,9 @@ def summarize_training(
 ) -> TrainingSummary | None:
     """Return the summary of a training run from its ranks' records; None if there are none.
 
-    `labels` maps device ids to names, `plan_samples_per_second` is used if the records contain no
-    plan, and `competitors` names programs that used the cores this run needed.
+    `run` is the run's name, and `labels` maps device ids to names. `plan_samples_per_second` is
+    used if the records have no rate of the plan; 0 if it isn't known. `competitors` names programs
+    that used cores which this run needed. `first` compares the first shares with the last ones.
     """
     if not records:
         return None
@@ -168,14 +172,14 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device in a rank's record, with its metrics."""
+    """A device of a rank: the rank's record, the device's entry in it, and its step metrics."""
 
     record: LiveRecord
     live: LiveDevice
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """Return the device's summary; `step` is its mean step in five parts."""
+        """Return the device's summary; `step` is its mean step in five parts, None if unknown."""
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
@@ -187,7 +191,7 @@ def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the changes of shares from the record that has the most."""
+    """Return the changes of shares from the record that lists the most of them."""
     return max((each.changes for each in records), key=len)
 
 
@@ -207,7 +211,7 @@ def _speed(record: LiveRecord) -> float:
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     """Return a rank's step metrics over the whole training run.
 
-    If its record has no sums, they are taken from its last steps.
+    If its record has no sums over the whole run, the metrics are those of its last steps.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -218,7 +222,10 @@ def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:
-    """Return the summary in at most six lines; a training run with few steps has fewer."""
+    """Return the summary as text, in at most six lines.
+
+    For a training run with few steps, speed and bottlenecks are left out.
+    """
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
@@ -284,7 +291,7 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share and its compute time as text, as in "48 on GPU:1 (60 ms of own work)"."""
+    """Return a share and its compute time as text, such as "48 on GPU:1 (60 ms of own work)"."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
@@ -295,7 +302,8 @@ def _describe_share(rank: RankSummary) -> str:
 def _describe_changes(summary: TrainingSummary) -> str:
     """Return the first shares, the number of changes and the gain of the last shares, as text.
 
-    The gain is left out unless it is significant.
+    The result is empty if shares never changed. A gain that isn't significant is described as "no
+    clear difference".
     """
     first = summary.first
     if first is None:
@@ -345,7 +353,7 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
 def save_summary(summary: TrainingSummary) -> None:
     """Write the summary next to the training journal, as JSON and as text.
 
-    Without a journal, do nothing. A full disk is ignored.
+    If there is no journal, nothing is written. Errors such as a full disk are ignored.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():

@@ -1,10 +1,10 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
-Its standard input is a pipe from the launcher. It creates the training run's folder and prints its
-name. When the launcher exits or is killed, the watcher waits for the run's leftover processes,
-kills those that don't exit in time, and removes the folder. If the launcher has reported that the
-run succeeded, leftover processes may continue. The watcher imports no module of evener so that it
-starts quickly.
+The watcher creates the training run's folder and prints the folder's name. Its standard input is a
+pipe from the launcher, by which it detects that the launcher has exited or was killed. It then
+waits for the leftover processes of the run RUN, kills the ones that don't exit in time, and removes
+the folder. If the launcher has reported that the run succeeded, leftover processes may continue.
+The watcher imports no module of evener so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if processes of the run are left; with `kill`, kill them."""
+    """Return True if processes of the run `run` are left; with `kill`, send them SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

@@ -1,1 +1,1 @@
-"""Plans: their files, layouts and checks, and how a plan adapts when devices drop out."""
+"""Plans: their files, layouts and checks, and new shares for a plan whose devices drop out."""

@@ -21,7 +21,8 @@ def check_fit(
 ) -> tuple[str, ...]:
     """Return a warning for each difference between `plan` and this training run.
 
-    `devices` are the ids of the available devices, `world` is the number of processes, and
+    `devices` are the ids of the available devices, `world` is the number of processes,
+    `workload_digest` is the model's digest, `framework` is the name of the framework, and
     `global_batch` is the number of samples per step if it differs from the plan's. Arguments that
     are None aren't checked. Raises PlanError if the training run can't use the plan at all or, with
     `strict`, if there is any warning.
@@ -47,9 +48,9 @@ def check_fit(
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """Return the global batch as an int; NumPy integers are accepted too.
+    """Return the global batch as an int; NumPy integers are accepted, too.
 
-    Raises PlanError unless it is a whole number and has at least one sample per device.
+    Raises PlanError if it isn't a whole number or has fewer samples than there are `devices`.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:

@@ -1,4 +1,4 @@
-"""The plan file: the chosen layout with the evidence for it, which a training script applies.
+"""The plan file, which holds the layout that a training script applies and the evidence for it.
 
 Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
 error that names the key. Writing is atomic, and a plan that is read and written again yields the
@@ -87,7 +87,7 @@ _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Measured samples/s over whole synchronized steps, with their 95 % interval."""
+    """Measured samples/s over whole synchronized steps, with their 95 % confidence interval."""
 
     samples_per_second: float
     low: float
@@ -102,7 +102,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layout that was measured for comparison with the plan's."""
+    """A layout that was measured for comparison with the plan's layout, and its throughput."""
 
     name: str  # "even split", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
@@ -132,7 +132,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the machine and model on which the plan was measured.
 
-    Any other machine or model needs its own plan.
+    A training run compares it with its own machine and model, because others need their own plans.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
@@ -185,11 +185,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the samples of each device at `global_batch`; they sum to it exactly.
+        """Return the number of samples of each device; the numbers sum to `global_batch` exactly.
 
-        The default is the plan's own global batch. If the plan's shares are fractions of a batch's
-        cost, rows are divided in the same proportions; this suits a training run that doesn't
-        report the lengths of its rows.
+        The default of `global_batch` is the plan's own. If the plan's shares are fractions of a
+        batch's cost, rows are divided in the same proportions. This is for training runs that don't
+        report the lengths of their rows.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -197,9 +197,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass of each device at `global_batch`.
+        """Return the number of rows per pass of each device at `global_batch`.
 
-        A device that computes the plan's share in one pass computes every share in one pass.
+        The default of `global_batch` is the plan's own. A device that computes the plan's share in
+        one pass computes every share in one pass.
         """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
@@ -223,7 +224,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
 
-    If the file isn't a valid plan, raises PlanError, which names the invalid value and its place.
+    Reading it also records that this process uses its plan, for `evener launch`. If the file isn't
+    a valid plan, raises PlanError, which names the invalid value and its key.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -359,9 +361,9 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return a copy of the data without terminal control characters in its strings.
+    """Return a copy of nested data without terminal control characters in its strings.
 
-    Training runs print device names from it.
+    Training runs print such strings, for example device names.
     """
     if isinstance(data, str):
         return printable(data)
@@ -373,7 +375,8 @@ def _as_printable(data: Any) -> Any:
 def _check_whole_numbers(data: Any, where: str) -> None:
     """Raise PlanError, with the key, for an integer that doesn't fit in 64 bits.
 
-    msgspec doesn't check such integers against a field's limits.
+    `where` is the key of `data` for the message. msgspec doesn't check such integers against a
+    field's limits.
     """
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

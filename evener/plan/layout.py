@@ -65,7 +65,7 @@ def check_kind(kind: Kind) -> None:
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's share of each global batch; a device with a `batch` of 0 computes no rows."""
+    """One device's share of each global batch; a device whose `batch` is 0 computes no rows."""
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
@@ -106,7 +106,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shares of the request's devices, in the order of the request."""
+    """How training is divided among the requested devices: one share per device, in their order."""
 
     kind: Kind
     global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
@@ -146,7 +146,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def states(self) -> tuple[float, ...]:
-        """The fraction of the model's state on each active device; empty unless it is sharded."""
+        """The fraction of the model's state on each active device; empty for unsharded layouts."""
         return tuple(share.state for share in self.active) if self.traits.sharded else ()
 
 
@@ -161,11 +161,11 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout from template shares and the number of samples per device.
+    """Return a layout from template shares (`devices`) and the number of samples per device.
 
-    `micros` are the rows per pass, by default all rows of a device; `ratios` are fractions of cost,
-    by default fractions of samples. The batch, ratio and micro of the templates are replaced; their
-    cost and tokens are kept.
+    `micros` are the rows per pass, by default all rows of a device. `ratios` are fractions of cost,
+    by default fractions of samples. They replace the batch, ratio and micro of the templates, whose
+    other fields are kept.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -179,7 +179,11 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a copy of `layout` in which missing keys are derived from its devices and batches."""
+    """Return a copy of `layout` in which missing keys are derived from its devices and batches.
+
+    `layout` is the decoded data of a plan file. If it has no valid list of shares, it is returned
+    unchanged, and reading the plan raises an error later.
+    """
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
@@ -262,7 +266,10 @@ def _check_named_once(layout: PlanLayout, where: str) -> None:
 
 
 def _check_states(layout: PlanLayout, where: str) -> None:
-    """Raise PlanError unless the devices of a sharded layout, and no others, divide the state."""
+    """Raise PlanError if the devices' parts of the model's state are invalid.
+
+    In a sharded layout, the parts have to sum to 1; in any other layout, they have to be 0.
+    """
     states = [share.state for share in layout.share]
     if not layout.traits.sharded:
         if any(states):
@@ -312,7 +319,11 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """True if there are no knots, or if they are finite, rise in rows and end above 0 s."""
+    """True if the knots form a valid curve, or if there are none.
+
+    A curve has at least two finite knots. Their rows increase, their seconds never decrease, and
+    the last knot is above 0 s.
+    """
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)

@@ -1,6 +1,7 @@
 """Find the shares of a batch that minimize step time, from the curves and limits in a plan.
 
-All functions are pure.
+A curve gives a device's compute time as a function of its number of rows. The functions have no
+side effects.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
-    """Return the curve of each active share.
+    """Return the curve of each share.
 
-    If a share has no curve, step times are assumed to be proportional to rows on all devices.
+    If any share has no curve, compute times are assumed to be proportional to rows on all devices,
+    such that all shares take the same time.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
@@ -29,8 +31,8 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
     """Return the curve through each device's knots.
 
-    If a device has fewer than two knots, step times are assumed to be proportional to `rows` on all
-    devices.
+    If any device has fewer than two knots, compute times are assumed to be proportional to rows on
+    all devices, such that the given `rows` take the same time on each (`proportional_curves`).
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -38,12 +40,12 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return curves without fixed costs on which `rows` take one second on every device."""
+    """Return linear curves without fixed costs; on each device, its number in `rows` takes 1 s."""
     return tuple(Curve((0.0,), (0.0,), 1 / each) for each in rows)
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """Return the curve of a device that is slower by `factor`."""
+    """Return the curve with all times multiplied by `factor`."""
     times = tuple(time * factor for time in curve.times)
     return Curve(curve.batches, times, curve.slope * factor)
 
@@ -56,13 +58,16 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the rows per device that minimize the step time; None if they don't fit.
+    """Return the rows per device that minimize the step time; None if they don't fit in memory.
 
-    Shares sum to `batch`, and each is at least `quantum`. A pass limit is the maximum number of
-    rows that fit in a device's memory in one pass, or 0 if there is no limit. `passes` has, for
-    each device, the maximum rows of each of several passes; with 0, its share is at most its pass
-    limit. True stands for the pass limits, False for 0. `extras` are the seconds that each further
-    pass adds to the time of its rows.
+    Shares sum to `batch`, and each is at least `quantum`.
+
+    - `pass_limits` has the maximum number of rows that fit in each device's memory in one pass, or
+      0 if there is no limit.
+    - `passes` has, for each device, the maximum number of rows per pass if its share is computed in
+      several passes. With 0, the share isn't divided into passes and is at most the pass limit.
+      True stands for the pass limits, and False for 0 on all devices.
+    - `extras` has the seconds that each pass after the first adds to a device's step.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -82,7 +87,10 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows per pass of each share: all rows if they fit in one pass, else the limit."""
+    """Return the rows per pass of each share: its rows, but at most its pass limit.
+
+    A pass limit of 0 means that there is no limit.
+    """
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
 
@@ -100,11 +108,11 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """Return the plan without the devices in `gone`, at the same global batch.
 
-    `gone` contains pairs of a host and a device on it. The remaining devices get the shares that
-    their curves predict to be fastest within memory. Several passes are used if the plan used them,
-    or if the batch doesn't fit in memory otherwise. The throughput is the remaining devices'
-    fraction of the plan's throughput; it isn't measured. Raises PlanError if no device is left, or
-    only one device of a sharded plan.
+    `gone` contains pairs of a host and the id of a device on it. The remaining devices get the
+    shares that their curves predict to be fastest within memory. Several passes are used if the
+    plan used them, or if the batch doesn't fit in memory otherwise. The throughput isn't measured;
+    it is the remaining devices' fraction of the plan's throughput. Raises PlanError if no device
+    is left, if the devices left compute no rows, or if only one device of a sharded plan is left.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
@@ -173,8 +181,8 @@ def _rows_of(
 ) -> tuple[dict[Share, int], dict[Share, int]]:
     """Return the rows of each share in `left`, and its rows per pass.
 
-    They are computed from the devices' curves if the plan has curves, else from the proportions of
-    the shares.
+    The rows are computed from the devices' curves or, if shares are fractions of cost or the curves
+    give no solution, divided in the proportions of the shares.
     """
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
@@ -197,9 +205,10 @@ def _largest_pass(share: Share) -> int:
 def _solve(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest rows according to the devices' curves; None if no rows fit.
+    """Return the rows of each share in `left` that are fastest according to the devices' curves.
 
-    Several passes are used if the plan has them or if the rows don't fit otherwise.
+    Several passes are used if the plan has them or if the rows don't fit in memory otherwise. The
+    result is None if the rows don't fit at all.
     """
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)

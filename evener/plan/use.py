@@ -1,4 +1,4 @@
-"""Detects whether a script that evener launched reads its plan in at least one process."""
+"""Detects whether a script that `evener launch` started reads its plan in at least one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transf
 
 
 def note_use() -> None:
-    """Tell the launcher that this process trains with a plan."""
+    """Record in the launcher's file that this process has read a plan."""
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
@@ -50,7 +50,7 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """True if a process has recorded in the launcher's file that it read a plan.
+    """True if a process has recorded in the launcher's file `path` that it read a plan.
 
     Also True if the file can't be read.
     """
@@ -62,10 +62,10 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, words: str) -> None:
-    """Print why this host's processes end, unless another process has already printed it.
+    """Print the message `words`, unless another process of this host has already printed it.
 
-    Other processes wait until the message is printed, because the launcher stops all processes once
-    one has ended.
+    `path` is the launcher's file, which is locked meanwhile. Other processes wait until the message
+    is printed, because the launcher stops all processes once one has exited.
     """
     with open(path, "r+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
