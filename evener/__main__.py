@@ -9,7 +9,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. `--version` alone is handled before any other import."""
+    """Run the command line, and exit with its exit code.
+
+    `--version` alone is handled before any other import, so that it is fast.
+    """
     if sys.argv[1:] == ["--version"]:
         from . import __version__
 

@@ -1,7 +1,7 @@
-"""Errors that users can act on: whose fault it is, what was seen and what to do.
+"""Errors that users can act on: each says what is wrong and what to do.
 
-Only these errors reach the user as errors. Running out of memory or losing a child process is
-recorded as an observation instead.
+The class shows what is at fault: a request, a plan or a device. Only these errors reach the user as
+errors. If memory runs out or a child process is lost, that is recorded as a result instead.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors; only subclasses are raised.
 
-    The message says what is wrong, and the remedy says what to do. Both may quote a plan or a
-    driver, and Python prints an exception's text unescaped, so terminal control characters are
-    replaced.
+    The message says what is wrong, and the remedy says what to do. Terminal control characters are
+    replaced in both, because they may quote a plan or a driver, and Python prints an exception's
+    text unescaped. `kind` names the class in JSON output, and `exit_code` is evener's exit code
+    after this error.
     """
 
     kind: ClassVar[str] = "error"
@@ -46,8 +47,8 @@ def as_request_error(
 ) -> Iterator[None]:
     """Return a context that converts an OSError or ValueError into a `kind` error.
 
-    The error's message is `what`, which says what failed, and the system's reason. `remedy` tells
-    the user what to do.
+    The error's message consists of `what`, which says what failed, and the system's reason.
+    `remedy` tells the user what to do.
     """
     try:
         yield

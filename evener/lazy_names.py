@@ -8,10 +8,10 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the package that imports a name on first use.
+    """Return a module-level `__getattr__` that imports the names of a package on first use.
 
-    `homes` maps each name to the module that defines it. The function raises
-    AttributeError for any other name.
+    `package` is the package's name, and `homes` maps each name to the module that defines it. The
+    returned function raises AttributeError for any other name.
     """
 
     def find(name: str) -> Any:

@@ -1,10 +1,10 @@
 """Train with a plan in Lightning: pass `strategy=split.strategy()` to the trainer.
 
-The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. The
-trainer's batch is this rank's share of a global batch, so the trainer counts global batches. The
-strategy weights the loss before the backward pass, in automatic and in manual optimization. A share
-that doesn't fit in memory is cut into passes. Every rank has the same number of passes, because
-ranks communicate in each pass that logs a metric.
+The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. Each batch
+of the trainer is this rank's share of a global batch, so the trainer's batch indices count global
+batches. The strategy weights the loss before the backward pass, in automatic and in manual
+optimization. A share that doesn't fit in memory is cut into passes. Every rank has the same number
+of passes, because ranks communicate in each pass that logs a metric.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ except ImportError as error:
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares, created by `Split.strategy`.
 
-    `options` are passed to DDPStrategy.
+    `passes` is the number of passes per batch, `count` and `check` are the arguments of
+    `Split.strategy`, and `options` are passed to DDPStrategy. `loaders_in_checkpoints` is True if
+    checkpoints contain the loader's position.
     """
 
     loaders_in_checkpoints = True
@@ -101,7 +103,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """The PlannedTraining of this strategy."""
+        """The PlannedTraining with which this strategy was created."""
         return self._planned
 
     @property
@@ -117,7 +119,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def make_loader(
         self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]
     ) -> StepLoader:
-        """Return the loader of this rank's training data."""
+        """Return the loader of this rank's training data.
+
+        `rows` is the sampler of this rank's rows in each global batch, and `options` are passed to
+        DataLoader.
+        """
         loader = StepLoader(
             dataset,
             StepSampler(rows),
@@ -135,7 +141,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn off shuffling at the start of a training loop if `overfit_batches` is set."""
+        """Turn off shuffling at the start of a training loop if `overfit_batches` is set.
+
+        Rows that the user has given an order keep it.
+        """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders
 
@@ -152,7 +161,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def setup(self, trainer: Any) -> None:
         """Set up training.
 
-        Raises RequestError for settings that would divide rows again or step within a pass.
+        Raises RequestError if the trainer would divide the loader's rows among ranks again, or if
+        manual optimization is used with several passes.
         """
         if self.trains:
             self._check(trainer)
@@ -162,7 +172,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Prepare to reduce logged metrics and to retry passes that run out of memory."""
+        """Create the object that reduces logged metrics over ranks and passes.
+
+        Also set the check that allows a pass that ran out of memory to be retried in parts.
+        """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -182,12 +195,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Broadcast before each batch whether the first rank has received SIGTERM.
+        """Make ranks exchange before each batch whether the first rank has received SIGTERM.
 
-        The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
-        Lightning's own handler would synchronize with the other ranks immediately, while they may
-        be in a step's all-reduce. The handler installed here only records the signal. If another
-        rank alone receives SIGTERM, it stops by itself one batch later.
+        The first rank broadcasts this over gloo, so that Lightning's loop doesn't wait for its GPU.
+        Lightning's own handler for SIGTERM would synchronize with the other ranks immediately,
+        while they may be in a step's all-reduce. The handler installed here only records the
+        signal. If a rank other than the first is the only one to receive SIGTERM, it stops by
+        itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
@@ -219,7 +233,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             super().configure_ddp()
 
     def teardown(self) -> None:
-        """Release the exchanges and remaining passes, and unwrap the model, after training."""
+        """After training, release the gradient exchanges and the passes, and unwrap the model."""
         self._exchanges, self._turns, self._part = [], iter(()), None
         vars(self._trainer.fit_loop.epoch_loop).pop(private.ASKS, None)
         self.model = self.lightning_module
@@ -283,16 +297,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if the value of the loss, not only its gradient, affects later steps.
+        """True with LBFGS or a learning-rate finder, which decide by the value of the loss.
 
-        This is the case with LBFGS or a learning-rate search. All ranks must then see the same
-        loss.
+        All ranks must then see the same loss, so that they make the same decisions.
         """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
     def _note_searches(self) -> None:
-        """Keep a share in one pass if the value of the loss decides what happens next."""
+        """Forbid dividing a share into passes if LBFGS or a learning-rate finder is used.
+
+        They need the loss of the whole batch.
+        """
         if self._searches:
             self._planned.weights.computes_at_once = True
 
@@ -306,12 +322,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute a validation batch, and record the validation in the step timer."""
+        """Compute a validation batch, and tell the step timer that a validation is running."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a step with the trainer's next batch."""
+        """Begin a step: report the previous step, and cut this rank's batch into passes."""
         loader: StepLoader = private.loaders(self._trainer.fit_loop)[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
@@ -324,9 +340,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Return the passes of this rank's share.
+        """Return the passes of this rank's share, with their weights in the global batch's loss.
 
-        A pass without rows gets one row with weight 0.
+        `sizes` has the number of rows of each rank. A pass without rows gets one row with weight 0.
         """
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
@@ -340,7 +356,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the first pass of the batch.
+        """Compute the first pass of the batch, and return the module's result for it.
 
         `backward` computes the other passes, each after the previous pass's memory is freed.
         """
@@ -359,7 +375,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def find_difference(self, loader: Any) -> str:
-        """Audit this loader's first batch; return a message, or "" if the gradients agree."""
+        """Audit this loader's first batch, to find out if shares would change the gradient.
+
+        Return a message about the difference, or "" if there is none or checks are turned off.
+        """
         return self._audit.find_difference(loader) if self._checks else ""
 
     def _audit_step(self) -> None:
@@ -369,9 +388,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
-        """Return the result of training_step for the next pass, or for the next piece of a pass.
+        """Compute the next pass, or the next piece of a pass that ran out of memory.
 
-        A pass is cut into pieces if it ran out of memory. Return None after the last pass.
+        Return the result of training_step, or None after the last pass.
         """
         for part in self._turns:
             self._part, self._put_back = part, self._metrics.keep()
@@ -396,9 +415,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return a loss with this rank's gradients and the value of the global batch's loss.
+        """Return the result of training_step with the global batch's value of the loss.
 
-        All ranks then make the same decisions.
+        The gradients stay those of this rank's loss. With the same value, all ranks make the same
+        decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
@@ -407,8 +427,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward passes of the batch.
 
-        Each loss is weighted by its pass's fraction of the batch, so that the mean of the ranks'
-        gradients is the gradient of the global batch.
+        `closure_loss` is the loss of the first pass; the forward passes of the others also run
+        here. Each loss is weighted by its pass's fraction of the batch, so that the mean of the
+        ranks' gradients is the gradient of the global batch. In manual optimization, only one
+        backward pass runs.
         """
         loss, result = closure_loss, None
         while self._part is not None:
@@ -444,10 +466,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Register a loss with the gradient exchanges.
+        """Prepare the gradient exchanges for a backward pass from this loss.
 
-        This is done here only in manual optimization, in which the backward pass runs within
-        training_step. Without exchanges, do the same as DDPStrategy.
+        This is necessary only in manual optimization, in which the backward pass runs within
+        training_step. If DistributedDataParallel sums gradients itself, do the same as DDPStrategy.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -460,7 +482,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> Any:
         """Run the optimizer's step; before its first step, check that its state fits in memory.
 
-        Raises DeviceError, before any weight changes, if the state won't fit.
+        `closure` computes the batch, after which the step is audited if an audit is due. Raises
+        DeviceError, before any weight changes, if the optimizer's state won't fit.
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times
@@ -486,8 +509,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks as DDPStrategy does.
 
-        Within a pass, return the metric of the global batch over the passes up to this one. Before
-        `setup` there are no passes.
+        Within a pass, the tensor is a logged metric. The result is then the metric of the global
+        batch, over the passes up to this one.
         """
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)

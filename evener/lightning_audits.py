@@ -1,8 +1,8 @@
 """Audits of a LightningModule: compare training_step's gradients with and without shares.
 
 An audit computes a few rows of the batch. In manual optimization, training_step calls its
-optimizers itself. During an audit its optimizers do nothing, and the loss is the argument of
-manual_backward.
+optimizers itself. During an audit, these optimizers do nothing, and the audited losses are the
+arguments of manual_backward.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit batch number `step` of the epoch if an audit is due.
+        """Audit the gradients of a step, on rows of the epoch's batch `step`, if an audit is due.
 
-        `others` are the arguments of training_step other than the batch. Raises RequestError if the
-        audit finds a difference.
+        `loader` is the training loader, and `others` are the arguments of training_step other than
+        the batch. Raises RequestError if the audit finds a difference.
         """
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
@@ -93,9 +93,10 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Pass the losses that training_step gives to manual_backward to the GradientSketcher.
+        """Run training_step, and pass each loss that it gives to manual_backward to `sketcher`.
 
-        Weights that training_step itself changes are restored.
+        Weights that training_step itself changes are restored. Raises RequestError if training_step
+        never calls manual_backward.
         """
         module = self._strategy.lightning_module
         counted = []
@@ -125,7 +126,8 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 def _kept_steps(strategy: Any) -> Iterator[None]:
     """Return a context in which no optimizer, schedule or step counter advances.
 
-    Gradients are restored on exit. Raises RequestError if the weights are too large to copy.
+    Gradients are restored on exit. Raises RequestError if the weights are larger than MOST_BYTES,
+    because the audit copies them.
     """
     weights = _list_weights(strategy.lightning_module)
     if sum(each.nbytes for each in weights) > MOST_BYTES:
@@ -147,7 +149,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the methods with which training_step may step, with their stubs.
+    """Yield the methods by which training_step may advance optimizers and schedules.
 
     Each item is (object, method name, stub); the stub replaces the method during an audit.
     """

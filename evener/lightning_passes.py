@@ -1,6 +1,6 @@
-"""The loss and the logged metrics of a LightningModule whose batch has several passes.
+"""The loss and the logged metrics of a LightningModule whose batch is computed in several passes.
 
-Metrics are combined over passes, and over the pieces of a pass that ran out of memory.
+Metrics are combined over the passes, and over the pieces of a pass that ran out of memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that a pass may be cut into parts of up to `rows` rows.
+    """Check that the pass `part`, which ran out of memory, may be cut into parts of `rows` rows.
 
     The weighted gradients of the parts must add up to the gradient of the whole pass. Raises
-    RequestError, on this rank only, if the gradients differ or the optimizer is LBFGS.
+    RequestError, on this rank only, if the gradients differ or an optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits
@@ -58,7 +58,7 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss of a part, computed as in a step.
+    """Return the loss of a part's batch, computed as in a step; None if training_step returns None.
 
     `others` are the arguments of training_step other than the batch, by default those of an epoch's
     first batch.
@@ -76,14 +76,14 @@ def _step(strategy: Any, batch: Any) -> Any:
     """Return the loss of a batch that is already on the device."""
     module = strategy.lightning_module
     step = module.training_step
-    # As Lightning does: the number of a batch may have any name.
+    # as Lightning does, because the argument for the batch index may have any name
     numbers = [0] if has_argument(step, "batch_idx", min_args=2) else []
     with strategy.precision_plugin.train_step_context():
         return loss_of(step(batch, *numbers))
 
 
 def loss_of(result: Any) -> Any:
-    """Return the loss from the result of training_step."""
+    """Return the loss from the result of training_step, which is a loss or has it under "loss"."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 
@@ -113,10 +113,10 @@ Sums = tuple[
 
 
 class PassMetrics:
-    """The logged metrics of a batch over the passes that are computed.
+    """Combines the logged metrics of a batch over its passes and over ranks.
 
-    Ranks reduce each metric once per pass, with the pass's last piece. `reduce` is the strategy's
-    own reduction over ranks.
+    Ranks reduce each metric once per pass, in the pass's last piece. `reduce` is the strategy's own
+    reduction over ranks, and `timer` excludes the time of reductions from compute time (own work).
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class PassMetrics:
     def keep(self) -> Callable[[], None]:
         """Save the module's attributes and logged metrics; return a function that restores them.
 
-        The function doesn't restore metrics that ranks have already reduced.
+        The function is called before a pass is repeated. It doesn't restore metrics that ranks have
+        already reduced.
         """
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
@@ -200,6 +201,7 @@ class PassMetrics:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Replace each step metric that isn't reduced over ranks by its mean over the passes.
 
+        `before` has the metrics' values before this pass, to skip metrics that the pass didn't log.
         Metrics that are reduced over ranks are already means over the passes.
         """
         for name, metric in self._logged.items():
@@ -218,9 +220,10 @@ class PassMetrics:
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Reduce a metric over all ranks.
 
-        In a pass, a mean is computed over the global batch's passes up to this one. A mean of
-        integers is computed in double precision instead of being truncated, because Lightning
-        divides by the mean number of rows.
+        `op` is the name of the reduction, such as "mean", and `group` is the process group. In a
+        pass, the result also includes the passes of the global batch before this one. Integers are
+        reduced in double precision, because Lightning divides by the mean number of rows, which a
+        mean of integers would truncate.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor
@@ -245,9 +248,11 @@ class PassMetrics:
     def _join(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the metric combined with earlier pieces and passes.
+        """Return a metric combined with its values in earlier pieces and passes.
 
-        A metric that ranks have already reduced in this pass isn't reduced again.
+        `key` identifies the metric within a pass, `own` is its value in this piece, and `reduce`
+        reduces over ranks. A metric that ranks have already reduced in this pass isn't reduced
+        again.
         """
         assert self._part is not None
         if key not in self._reduced:

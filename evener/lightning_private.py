@@ -1,7 +1,8 @@
-"""The private parts of Lightning that evener uses, each with its purpose.
+"""The private attributes and methods of Lightning that evener uses, each with its purpose.
 
-tests/evener/test_lightning_private.py checks each name, so it fails first if a new version of
-Lightning changes one of them. This module doesn't import Lightning, because it has two names.
+tests/evener/test_lightning_private.py checks each of them, so it fails first if a new version of
+Lightning changes one. This module doesn't import Lightning, because a program may use it under
+either of two package names: lightning and pytorch_lightning.
 """
 
 from __future__ import annotations
@@ -9,37 +10,37 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-# The method that the loop calls before each batch to check whether a rank received SIGTERM.
+# The method that the training loop calls before each batch to check if a rank received SIGTERM.
 ASKS = "_broadcast_sigterm_tensor"
 # The methods that an optimizer's wrapper calls around a step of manual optimization.
 AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
 def loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders from which a training run fetches its batches."""
+    """Return the loaders from which a fit loop fetches its batches."""
     found: list[Any] = fit_loop._combined_loader.flattened
     return found
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a training run's loaders with a single loader, before any batch is fetched."""
+    """Replace a fit loop's loaders with a single loader; call it before any batch is fetched."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)
 
 
 def searches_rate(callback: Any) -> bool:
-    """True if the callback belongs to Lightning's learning-rate search."""
+    """True if the callback belongs to Lightning's learning-rate finder."""
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """True if the trainer replaces samplers with DistributedSampler."""
+    """True if the trainer replaces the loaders' samplers with DistributedSampler."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def set_strategy(trainer: Any, strategy: Any) -> None:
-    """Set the strategy of a trainer and of its optimizers' wrappers."""
+    """Set the strategy of a trainer, and make the wrappers of its optimizers use this strategy."""
     trainer._accelerator_connector.strategy = strategy
     for each in wrapped_optimizers(strategy):
         each._strategy = weakref.proxy(strategy)
@@ -51,18 +52,21 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the metrics that a loop, or a trainer's running loop, has logged."""
+    """Return the collection of metrics that were logged in a loop.
+
+    `loop` is a loop, or a trainer, which stands for its running loop.
+    """
     return loop._results
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Return the states of a torchmetrics metric before its first update."""
+    """Map the names of a torchmetrics metric's states to their values before the first update."""
     found: dict[str, Any] = metric._defaults
     return found
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Move a batch to a device, and run the module's hooks before and after the transfer."""
+    """Return a batch moved to a device; the module's hooks run before and after the transfer."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 
@@ -73,5 +77,5 @@ def signal_connector(trainer: Any) -> Any:
 
 
 def sigterm_handler(trainer: Any) -> Any:
-    """Return Lightning's own handler of SIGTERM."""
+    """Return Lightning's own handler for SIGTERM."""
     return trainer._signal_connector._sigterm_notifier_fn

@@ -1,4 +1,4 @@
-"""A callback that reports a Lightning training run to the monitor and to the trainer's loggers.
+"""A callback that reports a Lightning training run to evener's monitor and the trainer's loggers.
 
 It works with or without a plan.
 """
@@ -17,11 +17,11 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Reports steps to the monitor, and their metrics to the trainer's loggers.
+    """Reports steps to evener's monitor, and speed metrics to the trainer's loggers.
 
-    The metrics are compute time (own work), waiting time, shares and samples/s. With a plan or
-    `evener run`, steps are reported to the monitor even without this callback. Without a plan, the
-    metrics are samples/s, the step time and the wait for data. Loggers receive the metrics every
+    With a plan or `evener run`, the metrics are compute time (own work), waiting time, shares and
+    samples/s; the monitor gets the steps even without this callback. Otherwise the metrics are
+    samples/s, the step time and the wait for data. Loggers receive the metrics every
     `log_every_n_steps` steps, as often as a module's step metrics.
     """
 
@@ -40,7 +40,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin an optimizer step with its first batch; count the rows of each batch."""
+        """Count the rows of a batch, and begin an optimizer step with its first batch."""
         if self._clock is not None:
             if not self._rows:
                 self._clock.begin()
@@ -49,7 +49,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count an optimizer step once it is complete, and log its metrics."""
+        """Report an optimizer step if this batch completes it, and log its metrics if due."""
         if trainer.global_step == self._steps:
             return
         if self._clock is not None:

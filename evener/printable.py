@@ -28,7 +28,10 @@ def _replace(sign: str) -> str:
 
 
 def plain(text: str, limit: int = 500) -> str:
-    """Return the text sanitized for a terminal and cut to at most `limit` characters."""
+    """Return the text sanitized for a terminal and cut to at most `limit` characters.
+
+    A text that was cut ends with an ellipsis.
+    """
     clean = printable(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
@@ -43,9 +46,9 @@ def say(*lines: str) -> None:
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Return the rows as aligned lines, with columns two spaces apart.
+    """Return a table as lines of text, with its columns aligned and two spaces apart.
 
-    Columns from `numbers_from` on are right-aligned.
+    `rows` has the cells of each line. The columns from index `numbers_from` on are right-aligned.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

@@ -1,7 +1,7 @@
 """Train with a plan in Ray Train: `trainer("plan.toml", train_loop).fit()`.
 
-The training loop calls `Split()`. Each worker runs on the host and device of its share. Ray assigns
-ranks, creates the process group and keeps checkpoints.
+The training loop calls `Split()` without arguments. Each worker runs on the host and device of its
+share. Ray assigns ranks, creates the process group and keeps checkpoints.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def trainer(
 ) -> TorchTrainer:
     """Return a TorchTrainer with one worker per share, on the share's host and device.
 
-    `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host, the host's
-    other GPUs stay reserved for as long as the trainer exists. Raises PlanError, RequestError or
-    DeviceError if the plan, the options or the cluster at `ray_address` are unsuitable.
+    `plan` is a Plan or the path of its file, and each worker calls `train_loop`. `torch_config`
+    configures the process group, `ray_address` is the address of the Ray cluster ("" for Ray's
+    default), and `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host,
+    the host's other GPUs stay reserved for as long as the trainer exists. Raises PlanError,
+    RequestError or DeviceError if the plan, the options or the cluster are unsuitable.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
     _check(chosen, options)
@@ -79,7 +81,8 @@ def trainer(
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
     """Reserve the unused GPUs of each host on which the plan uses some GPUs.
 
-    Return the handles of the reservations, which last as long as the handles exist.
+    Otherwise Ray might assign an unused GPU to a worker. Return the handles of the reservations,
+    which last as long as the handles exist.
     """
     held = []
     for host, node in nodes.items():
@@ -106,10 +109,10 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the resources per worker, which Ray requires to be equal for all workers.
+    """Return the resources of each worker, by resource name.
 
-    Each worker gets one CPU, or less if a host has fewer CPUs than workers, and one GPU if the plan
-    uses GPUs.
+    Each worker gets one CPU, or a fraction of one if a host has fewer CPUs than workers, and one
+    GPU if the plan uses GPUs. Ray requires all workers to have the same resources.
     """
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
@@ -117,9 +120,9 @@ def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training loop wrapped so that a worker finds the plan and its device.
+    """Return the training loop wrapped so that `Split()` finds the plan and the worker's device.
 
-    They are passed in the same environment variables as by evener launch.
+    Both are passed in the same environment variables that `evener launch` uses.
     """
     text = to_toml(plan)
 
@@ -152,9 +155,9 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Choose gloo's and NCCL's network interface before the process group is created.
+        """Set the network interface of gloo and NCCL before the process group is created.
 
-        It is the interface that reaches the other hosts.
+        The chosen interface is the one that reaches the other hosts.
         """
         worker_group.execute(_set_network_interface, backend_config.hosts)
         super().on_start(worker_group, backend_config)

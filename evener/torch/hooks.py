@@ -22,7 +22,10 @@ _CALLERS = {
 
 
 class ProcessHooks:
-    """A set of process-wide hooks; `register` adds them to PyTorch and returns their handles."""
+    """A set of process-wide hooks that are registered while at least one object needs them.
+
+    `register` adds the hooks to PyTorch and returns their handles.
+    """
 
     def __init__(self, register: Callable[[], Sequence[Any]]) -> None:
         self._register = register
@@ -33,7 +36,7 @@ class ProcessHooks:
     def hold(self, holder: Any) -> Callable[[], Any]:
         """Keep the hooks registered until `holder` is garbage-collected.
 
-        Returns a function that releases them earlier.
+        Returns a function that ends this earlier. The hooks stay while any other holder needs them.
         """
         for each in _EVERY:
             each._remove_unneeded()
@@ -66,8 +69,9 @@ _EVERY: list[ProcessHooks] = []
 class Replacement:
     """A function of another library that is replaced in its owner until `remove` is called.
 
-    ProcessHooks can use it as a handle. `make` is called with the original function and returns the
-    replacement.
+    `owner` is the module or class whose attribute `name` is replaced. `make` is called with the
+    original function and returns the replacement. ProcessHooks can use an object of this class as a
+    handle.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
-One device would leave out the whole batch or none of it. Audits don't detect this, because the loss
-is computed as usual in most steps. In a step that a rank leaves out, the loss is 0 and comes from
-other operations (`loss * 0`). Each rank records these steps, and the ranks compare their records
-through the store of their process group.
+On one device, the program would leave out the whole batch or none of it. Audits don't detect the
+difference, because the loss is computed as usual in most steps. In a step that a rank leaves out,
+its loss is 0 and comes from other operations (such as `loss * 0`). Each rank records these steps,
+and the ranks compare their records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether a loss is left out, from its value and the operations that made it.
+        """Record whether this rank leaves out a loss of the current step.
 
-        Called before the backward pass. The value is read only until the same operations have once
-        led to a loss other than 0.
+        Call this method before the backward pass. `made_of` identifies the operations that computed
+        the loss. The loss's value is read only until the same operations have led to a loss other
+        than 0, because reading it waits for the device.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 
@@ -59,9 +60,9 @@ class LeftOutBatches:
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
         """Begin a step; return the first step that only some ranks have left out, and these ranks.
 
-        Return None if there is no such step. All ranks call this method for the same steps and get
-        the same result. `shares` has the number of rows of each rank; ranks without rows are
-        ignored.
+        Return None if no such step is known. All ranks have to call this method for the same steps,
+        and get the same result. `shares` has the number of rows of each rank; ranks without rows
+        are ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -99,7 +100,10 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks have left out, and these ranks."""
+    """Return the first step that only some ranks have left out, and these ranks; None without one.
+
+    `ranks` maps steps to the ranks that left them out, and `every` has the ranks with rows.
+    """
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):
             return step, ranks[step]

@@ -1,4 +1,4 @@
-"""List the parameters and buffers of a model, again only after one of them was registered.
+"""List the parameters and buffers of a model, and cache the lists until a new one is registered.
 
 PyTorch's own `parameters()` and `buffers()` visit every module of the model. In each step, that
 would take longer than a small model's forward pass.
@@ -62,7 +62,10 @@ class Members:
         self._owners_at = -1  # `_registered.buffers` when they were listed
 
     def trained(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Return the ids of all parameters, and whether each of them requires a gradient."""
+        """Return the ids of all parameters, and whether each of them requires a gradient.
+
+        Both are empty if the model no longer exists.
+        """
         if self._parameters_at != _registered.parameters:
             model = self._model()
             self._parameters = [] if model is None else list(model.parameters())
@@ -85,5 +88,8 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a number that changes whenever a buffer is registered in this process."""
+        """Return a number that changes whenever a buffer is registered in this process.
+
+        Callers compare it to know if the result of `buffers` is still current.
+        """
         return _registered.buffers

@@ -19,8 +19,8 @@ Value = TypeVar("Value")
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
     """Return the values of all ranks, in rank order, each of type `kind`.
 
-    Every rank has to call this function. Raises msgspec.ValidationError if a value has another
-    type.
+    `own` is this rank's value. Every rank has to call this function. Raises
+    msgspec.ValidationError if a value has another type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -33,7 +33,11 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 
 
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
-    """Return rank 0's value, which has type `kind`; every rank has to call this function."""
+    """Return rank 0's value, which has type `kind`; every rank has to call this function.
+
+    `own` is ignored on the other ranks. Raises msgspec.ValidationError if the received value has
+    another type.
+    """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
     dist.broadcast(size, 0)
@@ -62,7 +66,10 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the CPU if the default group has a backend for it, else this process's GPU."""
+    """Return the device of tensors that ranks exchange.
+
+    It is the CPU if the default group has a backend for it, and otherwise this process's GPU.
+    """
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:
         return torch.device("cpu")

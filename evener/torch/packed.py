@@ -1,7 +1,7 @@
-"""Weights packed into 4 bits by bitsandbytes.
+"""Handle weights that bitsandbytes packs into 4 bits.
 
-They are frozen parameters of bytes, with the statistics by which their layer unpacks them. A packed
-parameter is recognized by two attributes: `bnb_quantized`, which is False until it is packed, and
+Such a weight is a frozen parameter of bytes, with statistics by which its layer unpacks the bytes.
+It is recognized by two attributes: `bnb_quantized`, which is False until the weight is packed, and
 `quant_state`, the statistics, which `to(device)` moves.
 """
 
@@ -21,7 +21,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a model with this packed parameter can't be trained, or "" if it can."""
+    """Return why a model with this packed parameter can't be trained in shards, or "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -32,9 +32,10 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack the model's unpacked weights on this device, and move them to the host.
+    """Pack a model's weights that bitsandbytes hasn't packed yet, and move them to the host.
 
-    They are packed one at a time. Weights on the meta device stay there.
+    Each weight is moved to `device` to be packed, one at a time to save memory. Weights on the meta
+    device stay there.
     """
     for module in model.modules():
         for name, tensor in own_parameters(module).items():

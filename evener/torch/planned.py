@@ -1,4 +1,4 @@
-"""A training run with a plan on one rank: the base of the adapters to all trainers."""
+"""A training run with a plan on one rank: the base of Split and of the adapters to trainers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """Trains with a plan on one rank; the base class of the adapters to all trainers.
+    """Trains with a plan on one rank, for Split and for the adapters to Lightning and transformers.
 
-    It sets up this process for its device, and provides:
+    It sets up this process for its device, joins the process group, and provides:
 
     - the samplers of rows and the audits of the loss;
     - the weighted sum of gradients;
@@ -53,12 +53,13 @@ class PlannedTraining:
     `weigh` selects where a rank's weight is applied:
 
     - "gradients": when gradients are summed;
-    - "loss": by a call of `scale`;
+    - "loss": when the training loop calls `scale`;
     - "trainer": by an adapter, which multiplies the loss of each pass by (the pass's fraction of
       the global batch * the number of ranks).
 
     An adapter calls `begin` for each global batch, and `report` once that batch is trained. Every
-    rank has to call every method.
+    rank has to call every method. `found` has the shares of all ranks, `backend` is the process
+    group's backend (None: NCCL for GPUs, gloo for CPUs), and the other options are those of Split.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The current shares of all ranks, from the plan or the last rebalancing."""
+        """The current shares of all ranks, from the plan or from the last change of shares."""
         return self.weights.shares
 
     @ranks.setter
@@ -134,11 +135,11 @@ class PlannedTraining:
     def sampler(
         self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
     ) -> UnevenBatchSampler:
-        """Return a sampler of this rank's row numbers in each global batch.
+        """Return a sampler that yields this rank's row indices in each global batch.
 
         `rows` is the number of rows in the data set. With `lengths`, the number of tokens in each
-        row, rows are assigned so that ranks finish together. `shares` replaces the current shares,
-        for validation. `options` are passed to UnevenBatchSampler.
+        row, rows are assigned so that ranks finish together. If `shares` isn't empty, it replaces
+        the current shares, for validation. `options` are passed to UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -159,9 +160,9 @@ class PlannedTraining:
         self.ahead = max(self.ahead, ahead)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change to `shares` after the `ahead` batches that are already drawn.
+        """Change to `shares` after the next `ahead` batches, which loaders may have drawn already.
 
-        `micros` has each rank's maximum rows per pass.
+        `micros` has each rank's maximum number of rows per pass.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
@@ -188,7 +189,7 @@ class PlannedTraining:
     def begin_even(self) -> None:
         """Give each rank an equal number of rows until `leave_even`; call it before the first step.
 
-        The present shares are kept for later.
+        `leave_even` restores the shares that are set now.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for each in self._samplers:
@@ -197,7 +198,10 @@ class PlannedTraining:
         self.change_shares(even, even, 0)
 
     def leave_even(self, ahead: int) -> None:
-        """Change to the shares from before `begin_even`, after `ahead` batches drawn already."""
+        """Restore the shares from before `begin_even`, after the next `ahead` batches.
+
+        Loaders may have drawn these batches already. Without `begin_even`, nothing happens.
+        """
         if self._later is not None:
             shares, micros = self._later
             self._later = None
@@ -206,13 +210,13 @@ class PlannedTraining:
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
-        """Wrap a model on this process's device so that its gradients are summed over the ranks.
+        """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Returns the wrapped model; on one device, the model itself. Each rank's gradients are
-        weighted by its number of rows. `options` are options of DistributedDataParallel, of which
-        only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect. A model that
-        is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), isn't
-        wrapped again: the model itself is returned.
+        Returns the model wrapped in DistributedDataParallel; on one device, the model itself. Each
+        rank's gradients are weighted by its number of rows. A model that is already in
+        DistributedDataParallel, or that FSDP shards (with `weigh="loss"`), isn't wrapped again: the
+        model itself is returned. `options` are options of DistributedDataParallel, of which only
+        `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -253,10 +257,11 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Train a model with weighted losses if another library averages its gradients over ranks.
+        """Prepare to train a model whose gradients FSDP or DeepSpeed averages over ranks.
 
-        Ranks wait for each other within passes, so a rank's compute time (own work) is the time of
-        a pass without that waiting.
+        The losses are weighted instead of the gradients. Ranks wait for each other within passes,
+        so a rank's compute time (own work) is the time of its passes without that waiting. Raises
+        RequestError if this model can't be trained by shares.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -281,9 +286,9 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """End the previous global batch, and begin one with `sizes` rows on the ranks.
+        """End the previous global batch, and begin the next one; `sizes` has the rows of each rank.
 
-        This method is for adapters: the loader of a Split begins its batches itself.
+        This method is for adapters, because the loader of a Split begins its batches itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
@@ -299,11 +304,11 @@ class PlannedTraining:
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step of this rank to the monitor.
+        """Report a finished step of this rank to evener's monitor.
 
         The loader of a Split calls this method itself. `rows` is the number of rows in the step, by
         default this rank's number of rows in the current batch. `tokens` has the numbers of tokens
-        in these rows, without and with padding.
+        in these rows, without and with padding; zeros mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
@@ -312,11 +317,13 @@ class PlannedTraining:
     ) -> Any:
         """Run the forward and backward passes of a batch, in as many passes as in the plan.
 
-        Returns this rank's mean loss, which can be passed to `Split.mean`. `compute(part)` returns
-        the mean loss of part.batch, over rows or over the items that `count(part)` counts:
-        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients
-        are all-reduced once. A pass that runs out of memory is computed again in smaller passes.
-        Every rank has to call this method for every batch. `check=False` skips the audits.
+        For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
+        part.batch[1]))`. Returns this rank's mean loss, which can be passed to `Split.mean`.
+
+        `compute(part)` returns the mean loss of part.batch, over rows or over the items that
+        `count(part)` counts. Gradients are all-reduced once. A pass that runs out of memory is
+        computed again in smaller passes. Every rank has to call this method for every batch.
+        `check=False` skips the audits.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -345,5 +352,8 @@ class PlannedTraining:
             self.audits.close()
 
     def add_up(self, value: Any) -> torch.Tensor:
-        """Return the sum of a value over the ranks."""
+        """Return the sum of a number or tensor over the ranks.
+
+        Every rank has to call this method.
+        """
         return add_up(value, self.device, self.world, self.timer)

@@ -1,7 +1,7 @@
-"""The private parts of PyTorch that evener uses, each with its purpose.
+"""The private functions and attributes of PyTorch that evener uses, each with its purpose.
 
-All other files use them through this module. tests/evener/test_torch_private.py tries each name, so
-it fails first if a new version of PyTorch has changed one. The private parts of Lightning are in
+All other files use them through this module. tests/evener/test_torch_private.py tries each of them,
+so it fails first if a new version of PyTorch has changed one. The private parts of Lightning are in
 evener/lightning_private.py, and those of transformers and accelerate in
 evener/huggingface/private.py.
 """
@@ -68,7 +68,7 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def gradient_hooks(parameter: Any) -> list[int]:
-    """Return the handle ids of the hooks on a parameter's gradient."""
+    """Return the handle ids of the hooks on a parameter's gradient, in order of registration."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [each for hooks in both if hooks for each in hooks]
 
@@ -120,7 +120,10 @@ def needs_own_sums(ddp: Any) -> bool:
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True inside `join`, in which ranks may have different numbers of batches."""
+    """True in DistributedDataParallel's context `join`.
+
+    In this context, ranks may have different numbers of batches.
+    """
     return bool(ddp._join_config.enable)
 
 
@@ -207,6 +210,10 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors on one device from one rank to all ranks, in a few collectives."""
+    """Broadcast tensors from the rank `source` to all ranks of a group, in few collectives.
+
+    The tensors are on one device, and are sent in groups of up to `most_bytes`. `group` None is the
+    default process group.
+    """
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

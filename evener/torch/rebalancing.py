@@ -1,7 +1,8 @@
 """Rebalancing in PyTorch: shares adapt to the compute time (own work) of each rank.
 
-This module gathers the measurements of all ranks and changes the shares. The rule for changes is
-`Rebalancer` in evener/training/rebalance.py. It is the same on every rank and for every framework.
+This module gathers the measurements of all ranks and changes the shares. `Rebalancer` in
+evener/training/rebalance.py decides when and how. Its decisions are the same on every rank, and its
+rule is the same for every framework.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Changes the shares of this rank's samplers, at the same step on every rank.
+    """Changes the shares of a training run, after the same step on every rank.
 
-    Every rank has to create one.
+    Every rank has to create a Rebalancing. After a number of full batches (a window), each rank
+    summarizes its step times. After EXCHANGED_WINDOWS windows, the ranks gather their summaries and
+    decide on new shares.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -83,9 +86,10 @@ class Rebalancing:
         )
 
     def describe_pending(self) -> PendingShares | None:
-        """Return the progress towards the next change of shares, or None if there will be none.
+        """Return the progress towards the next change of shares, for the monitor.
 
-        There is none if the ranks' compute time (own work) isn't the bottleneck.
+        Return None if shares won't change, because the ranks' compute time (own work) isn't the
+        bottleneck.
         """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
@@ -95,7 +99,7 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Stop changing shares, after waiting for a running all-reduce."""
+        """Stop changing shares; first wait until a running all-reduce has completed."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
@@ -137,9 +141,9 @@ class Rebalancing:
     def _summarize(self) -> RankTimes:
         """Return the medians of this rank's step times in the window, without disturbed steps.
 
-        Own work is 0, which the rule ignores, if no step has a known own work. It is also 0 in a
-        window in which passes became larger again, and in a few windows after memory ran out,
-        because the allocator's cache is then empty and steps take far longer than later.
+        Compute time (own work) is 0, which the rule ignores, if it isn't known in any step. It is
+        also 0 in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows after
+        memory ran out, because the allocator's cache is then empty and steps take far longer.
         """
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
@@ -171,8 +175,8 @@ class Rebalancing:
     def _rows_that_fit(self) -> int:
         """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown.
 
-        More memory is left free if a loop computes a batch at once, because a pass that runs out of
-        memory then can't be computed again in smaller passes.
+        A loop that computes a batch at once can't repeat a pass in smaller passes after memory ran
+        out. More memory is left free for such a loop, and if rows have different lengths.
         """
         training = self._training
         rank, shares = training.rank, training.ranks
@@ -185,7 +189,7 @@ class Rebalancing:
     def _rows_of_several_passes(self) -> int:
         """Return the largest pass, in rows, that fits along with the gradients of earlier passes.
 
-        Return 0 if it is unknown, or if this rank's share can't be divided into more passes.
+        The result is 0 if it is unknown, or if this rank's share can't be divided into more passes.
         """
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
@@ -202,9 +206,10 @@ class Rebalancing:
     def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
-        They are the own work and the pass limit of each window, the metrics of the last window, the
-        rows that fit in memory at once and in each of several passes, and the number of batches
-        drawn ahead. Each rank sends zeros in the positions of the other ranks.
+        A rank's measurements are the compute time (own work) and the pass limit of each window, the
+        metrics of the last window (`figures`), the rows that fit in memory in a single pass and in
+        each of several passes, and the number of batches drawn ahead. Each rank sends zeros in the
+        positions of the other ranks. Return the handle of the all-reduce and its tensor.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
@@ -255,7 +260,8 @@ class Rebalancing:
     ) -> bool:
         """Decide on shares after a window that ended at step `end`; return True if they change.
 
-        The change takes effect `batches` batches later.
+        `own_work_s` has each rank's compute time in the window, and `seen` the further arguments of
+        `Rebalancer.observe`. A change takes effect after the next `batches` batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:

@@ -44,7 +44,10 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if rows can't be assigned by length in this loader."""
+    """Raise RequestError if a loader can't assign rows by length.
+
+    It can't for validation, with rebalancing, or with Lightning's `strategy`.
+    """
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -68,19 +71,26 @@ def _checkpoints() -> Any:
 class Split(PlannedTraining):
     """This process's part of a plan: its rank, its device, and the shares of all ranks.
 
-    `rank` is this process's rank, `world` the number of ranks, and `device` this process's device.
-    `plan` is a Plan or the path of its file; under evener launch it can be left out. Without a
-    plan, `ratios` and `global_batch` specify the split. With `weigh="gradients"`, each rank's
-    gradients are weighted when they are summed, so the loop needs no change. `weigh="loss"` needs
-    `split.scale(loss).backward()`, and leaves the model's communication hook free. With
-    `rebalance`, shares adapt to the compute time (own work) of each rank during training; the
-    global batch keeps its size. With `noise`, `noise_scale` is measured during training: it shows
-    what a larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists the steps
-    per second, share changes and restarts of the training run.
+    The attribute `rank` is this process's rank, `world` the number of ranks, and `device` this
+    process's device. The arguments are:
+
+    - `plan`: a Plan or the path of its file; under `evener launch` it can be left out.
+    - `ratios` and `global_batch`: these specify the split if there is no plan.
+    - `weigh`: with "gradients", each rank's gradients are weighted when they are summed, so the
+      loop needs no change. "loss" needs `split.scale(loss).backward()`, and leaves the model's
+      communication hook free.
+    - `strict`: raise PlanError, instead of printing a warning, if the plan was measured on other
+      devices or with another model.
+    - `backend`: the backend of the process group; the default is NCCL for GPUs and gloo for CPUs.
+    - `rebalance`: adapt shares to the compute time (own work) of each rank during training. The
+      global batch keeps its size.
+    - `noise`: measure `noise_scale` during training, which shows what a larger batch would cost
+      (docs/learning.md).
+    - `journal`: let `evener runs` list the steps per second, share changes and restarts of the
+      training run.
 
     Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
-    applied here. If the plan was measured on other devices or with another model, PlanError is
-    raised if `strict` is True; otherwise a warning is printed.
+    applied on this machine.
     """
 
     def __init__(
@@ -191,14 +201,19 @@ class Split(PlannedTraining):
     ) -> Loader:
         """Return a loader that yields this rank's rows of each global batch of `dataset`.
 
-        Each row is computed once per epoch, on one rank. `options` are passed to DataLoader.
-        `order` replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the
-        epoch that returns such a list. On a GPU, `prefetch` batches (2 by default) are prefetched
-        and sent to the device. Under a plan with several passes they stay in pinned memory, and
-        `parts` sends each part. With `training=False` (validation), steps aren't reported to the
-        monitor, and a last batch with fewer rows than ranks is joined to the previous batch. With
-        `lengths`, the number of tokens in each row, rows are assigned so that ranks finish
-        together; the loop then has to use `parts`.
+        Each row is computed once per epoch, on one rank.
+
+        - `shuffle` draws the rows of each epoch in a random order that depends on `seed`.
+        - `order` replaces `shuffle`: a sampler of rows, a list of row indices, or a function of the
+          epoch that returns such a list.
+        - `drop_last` leaves out an epoch's last batch if it has fewer rows than the others.
+        - `training=False` is for validation: steps aren't reported to the monitor, and a last batch
+          with fewer rows than ranks is joined to the previous batch.
+        - `prefetch` is the number of batches that are prefetched and sent to a GPU, by default 2.
+          Under a plan with several passes they stay in pinned memory, and `parts` sends each part.
+        - `lengths` is the number of tokens in each row. Rows are then assigned so that ranks finish
+          together, and the loop has to use `parts`.
+        - `options` are passed to DataLoader.
 
         Raises RequestError if the data set has no length, if the plan determines one of the
         options, or if `lengths` don't fit the data set.
@@ -235,18 +250,19 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the split's checkpoint state: each training loader's position after this batch.
+        """Return the state to save in a checkpoint: each training loader's position in its epoch.
 
-        With `rebalance`, the state also has the current shares. It is the same on every rank and
-        JSON-serializable.
+        The position is the one after the current batch. With `rebalance`, the state also has the
+        current shares. The state is the same on every rank and JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from `state`, in order of creation.
+        """Resume the training loaders from `state`, which `state_dict` returned.
 
-        The plan may differ from the one that was in use when the state was saved.
+        Create the loaders in the same order as when the state was saved. The plan may differ from
+        the one that was in use at that time.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -255,10 +271,10 @@ class Split(PlannedTraining):
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
         """Return a strategy for `lightning.Trainer`: DistributedDataParallel with these shares.
 
-        `options` are passed to DDPStrategy. Call this method before the `split.loader` for
-        training. `count(part)` has the same meaning as in `parts`. Before the first step,
-        RequestError is raised unless the loss of a few rows is a mean over rows, or over the items
-        that `count` counts; `check=False` skips that check.
+        Call this method before creating the training loader with `split.loader`. `count(part)` has
+        the same meaning as in `parts`, and `options` are passed to DDPStrategy. With `check`, the
+        loss of a few rows is checked, and RequestError is raised if it isn't a mean over rows, or
+        over the items that `count` counts.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -277,15 +293,22 @@ class Split(PlannedTraining):
     ) -> Model:
         """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Use this method instead of `wrap`; it returns the model itself. With `shard="state"`, each
-        rank holds only its part of the optimizer state, and holds parameters and gradients whole
-        while a batch is computed. They are gathered and reduced once per batch, even with several
-        passes or gradient accumulation under `split.no_sync`. With `shard="all"`, the parameters of
-        a unit are gathered before it computes and freed afterwards. Units are the blocks of
-        ModuleLists, or the classes or modules in `units`. `state` has each rank's part of the
-        state; by default it comes from the plan or from the memory of each rank's GPU. With
-        `dtype`, such as torch.bfloat16, the model computes in that dtype, and shards keep theirs.
-        Create the optimizer after this call. Raises RequestError if the model can't be sharded.
+        Use this method instead of `wrap`, and create the optimizer after it. It returns the model
+        itself.
+
+        - `shard="all"`: the parameters of a unit, a group of layers, are gathered before the unit
+          computes and freed afterwards.
+        - `shard="state"`: each rank holds only its part of the optimizer state, and holds
+          parameters and gradients whole while a batch is computed. They are gathered and reduced
+          once per batch, even with several passes or gradient accumulation under `split.no_sync`.
+        - `units`: the modules, or their class, that are units; by default, the blocks of
+          ModuleLists.
+        - `state`: each rank's part of the state; the default comes from the plan or from the
+          memory of each rank's GPU.
+        - `dtype`: the dtype in which the model computes, such as torch.bfloat16; shards keep
+          theirs.
+
+        Raises RequestError if the model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
@@ -293,15 +316,15 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return a sharded model's whole parameters and buffers in host memory on rank 0.
 
-        The names are the same as in `state_dict`; other ranks get {}. Every rank has to call this
-        method. It needs device memory for one unit at a time.
+        The names are the same as in the model's `state_dict`. Other ranks get {}, but every rank
+        has to call this method. It needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
-        Other ranks get {}. Every rank has to call this method.
+        Other ranks get {}, but every rank has to call this method.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -310,9 +333,10 @@ class Split(PlannedTraining):
     ) -> None:
         """Write a sharded model, its optimizer and `extra` (JSON-serializable) to a folder.
 
-        Every rank has to call this method. It writes one unit at a time, as safetensors that
-        transformers' from_pretrained can also read. Raises RequestError on every rank if writing
-        fails. An older checkpoint in the folder stays intact until the new checkpoint is complete.
+        Every rank has to call this method. Without an optimizer, only the model is written. The
+        method writes one unit at a time, as safetensors that transformers' from_pretrained can also
+        read. An older checkpoint in the folder stays intact until the new checkpoint is complete.
+        Raises RequestError on every rank if writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
@@ -327,7 +351,7 @@ class Split(PlannedTraining):
     def scale(self, loss: Any) -> Any:
         """Return this rank's mean loss, scaled so that DDP's mean over ranks is exact.
 
-        Raises RequestError unless `weigh` is "loss".
+        Raises RequestError if `weigh` isn't "loss", because gradients are then already weighted.
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -391,7 +415,7 @@ class Split(PlannedTraining):
     def total(self, value: Any) -> Any:
         """Return the sum of a value over the ranks; every rank has to call this method.
 
-        The result is a tensor if the value is a tensor with dimensions, and a float otherwise.
+        The result is a tensor if `value` is a tensor with dimensions, and a float otherwise.
         """
         self.weights.refuse_in_parts("total")
         figure = self.add_up(value)

@@ -1,8 +1,8 @@
-"""The stores through which PyTorch's processes find each other.
+"""The key-value stores through which PyTorch's processes rendezvous.
 
-On one host the store is a file in the launcher's memory, because PyTorch's TCPStore has no password
-and listens on every address of the machine. Several hosts need a port, which is opened on one
-address only.
+On one host, the store is a file in the launcher's memory, because PyTorch's TCPStore has no
+password and listens on every address of the machine. Several hosts need a port, which is opened on
+one address only.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in a file, for several processes on this host.
+    """Return a store in the file `path`, for any number of processes on this host.
 
-    Unlike with a store for a fixed number of members, processes don't delete the file when they
-    exit.
+    The processes don't delete the file when they exit, unlike those of a store that is created for
+    a fixed number of processes.
     """
     return dist.FileStore(path, -1)
 
@@ -47,9 +47,10 @@ def open_file_store(path: str) -> Any:
 def replace_rendezvous() -> None:
     """Replace PyTorch's rendezvous handlers for `env://` and `tcp://`.
 
-    The new ones use the launch's file if the URL has the launch's address. PyTorch's public
-    `register_rendezvous_handler` only adds schemes and can't replace these two, which programs and
-    libraries use. Any other TCPStore that this process serves is limited to its own address.
+    If the URL has the address that `evener launch` chose for this training run, the new handlers
+    use the launcher's file instead. Programs and libraries use these two schemes, and PyTorch's
+    public `register_rendezvous_handler` can only add schemes. Any other TCPStore that this process
+    serves is made to listen only on its own address.
     """
     _limit_tcp_stores()
     handlers = rendezvous_handlers()
@@ -59,7 +60,10 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers."""
+    """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers.
+
+    If the URL isn't the launch's, `original`, PyTorch's own handler, does this.
+    """
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -76,7 +80,7 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Tell the launcher to start the other ranks, because this store exists now.
+    """Let evener's other ranks start, because this process now opens a store to meet them.
 
     Do nothing in an elastic agent that the program itself has started, which may use the same
     address.
@@ -98,12 +102,13 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of a store's keys.
+    """Return the prefix of the keys of a new store in the launcher's file, such as evener/group/0.
 
-    Each process group gets a new one, because the file still has the addresses of the previous
-    group. Every process of a group creates the group, so all processes count alike. Stores that a
-    program opens itself share one prefix. A child process numbers its groups below its parent's
-    number.
+    Each process group needs a new prefix, because the file still has the addresses of the previous
+    group's processes. Groups are therefore numbered in order of creation. All processes of a group
+    get the same number, because each of them creates the same groups. In a child process, the
+    parent's number comes first, as in evener/group/1/0. Stores that a program opens without
+    creating a process group share the prefix evener/shared.
     """
     make_group = inspect.unwrap(dist.init_process_group).__code__
     frame = inspect.currentframe()
@@ -135,11 +140,12 @@ def _limit_tcp_stores() -> None:
 
 
 def listen_at(host: str, port: int) -> dict[str, int]:
-    """Return arguments that make a TCPStore listen on one address only.
+    """Return arguments that make a TCPStore listen on the address of `host` only.
 
-    They are empty if the machine doesn't have the address, as behind a router that translates
-    addresses. If the process opens a second store at a port, the port is already taken here, and
-    the stores share one server.
+    They are the port, and a socket that is already bound to it. The result is empty, so that the
+    TCPStore opens the port itself, if `host` means every address, if the machine doesn't have the
+    address (behind a router that translates addresses), or if the port is in use. The port is in
+    use if this process opens a second store at it, which then shares the first store's server.
     """
     if host in EVERY_ADDRESS:
         return {}
@@ -154,9 +160,11 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Return the store at a port of one address; with `serves`, this process runs it.
+    """Return a TCPStore that is connected to the server at `host` and `port`.
 
-    Raises RuntimeError if no process serves it.
+    With `serves`, this process runs the server, which listens on the address of `host` only.
+    `timeout` limits the connection and later operations. Raises RuntimeError if no process runs the
+    server.
     """
     place = {"port": port, **(listen_at(host, port) if serves else {})}
     return dist.TCPStore(host, is_master=serves, timeout=timeout, multi_tenant=True, **place)
