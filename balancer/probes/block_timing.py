@@ -2,13 +2,15 @@
 
 The functions have no side effects: the caller runs the steps and measures their time.
 
-A `BlockTimer` warms up until two windows of steps agree, then requests blocks of steps until the 95
-% interval of the mean step time is within `TIGHT`, or the probe's time is used up. A probe also
-ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end. If the
-first warm-up step takes longer than the probe's whole time, the probe ends with that step, and its
-precision is estimated from the difference to the previous step. A probe with a drift or throttling
-warning is timed again for half of its time, and keeps the warning. A whole run ends when its
-requested time or number of steps is reached, regardless of precision.
+A `BlockTimer` warms up until two windows (series of warm-up steps) agree. It then requests blocks
+of steps until the 95 % interval of the mean step time is within `TIGHT`, or until the probe's time
+is used up. There are four exceptions:
+
+A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.
+If the first warm-up step takes longer than the probe's whole time, the probe ends with that step,
+and its precision is estimated from the difference to the previous step. A probe with a drift or
+throttling warning is timed again for half of its time, and keeps the warning. A whole run ends when
+its requested time or number of steps is reached, regardless of precision.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 class Block(msgspec.Struct, frozen=True):
     """A series of steps that were timed together.
 
-    `own_seconds` has each device's compute time (own work); None if unknown.
+    `own_seconds` has each device's compute time (own work) in the block; None if unknown.
     """
 
     steps: int
@@ -87,7 +89,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """The time of one step, estimated from the blocks."""
+    """The duration of one step, estimated from the timed blocks."""
 
     step: Interval  # seconds
     steps: int
@@ -102,7 +104,9 @@ class BlockTimer:
     The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
     measured block to `add`.
 
-    `first_seconds` is the time of the step before the first block; 0 if unknown.
+    `seconds` is the probe's time. With `whole`, all of it is used, and `steps` is a number of
+    steps to measure instead. `first_seconds` is the duration of the step before the first block;
+    0 if unknown.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class BlockTimer:
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Return the number of steps to run as the next block; 0 at the end."""
+        """Return the number of steps to run as the next block; 0 if the probe has ended."""
         if self._is_too_slow():
             return 0
         if not self._steps:
@@ -136,9 +140,9 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took longer than the whole probe should take.
+        """True if the first warm-up step took longer than the probe's whole time.
 
-        The probe then reports that step.
+        The probe then ends, and reports that step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
@@ -156,7 +160,7 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the mean duration of a step so far in seconds, with its 95 % interval.
+        """Return the mean duration of a step until now, in seconds, with its 95 % interval.
 
         Return None before the second timed block.
         """
@@ -164,7 +168,10 @@ class BlockTimer:
         return interval_of(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
-        """Return the step's time; None if nothing was timed after the warm-up."""
+        """Return the duration of a step with its warnings; None if nothing was timed.
+
+        Blocks that were disturbed by other programs are left out, unless too few would remain.
+        """
         clean = self._list_undisturbed()
         if not clean:
             return None
@@ -175,10 +182,10 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return the number of steps that fill a block, based on the last block.
+        """Return the number of steps that fill a block, computed from the last block.
 
-        It is at most 16 times the last block's number of steps, because the time of a short block
-        is imprecise.
+        It is at most 16 times the last block's number of steps, because the time of a short
+        block is imprecise.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -188,10 +195,11 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
-        """True if the last two windows agree and the last one is long enough.
+        """True if the warm-up should end.
 
-        Also True if the warm-up has used up its share of the time. A slow start is then recorded if
-        steps were still getting faster.
+        That is the case if the last two windows agree and the last one is long enough, or if the
+        warm-up has used up its part of the probe's time. If steps were still getting faster in the
+        second case, a slow start is recorded.
         """
         windows = self._windows
         if len(windows) < 2:
@@ -212,10 +220,11 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """Start a second round and return True if the first round drifted or was throttled.
+        """Start a second round if the first one drifted or was throttled. Return True if it starts.
 
-        The second round takes half the time, and only its blocks are reported. There is no third
-        round. A whole run isn't restarted, because it lasts for the requested time or steps.
+        The second round takes half the time, and only its blocks are reported. There is no
+        third round. A whole run isn't restarted, because it lasts for the requested time or
+        number of steps.
         """
         timing = self.result()
         if self._whole or self._unsteady is not None or timing is None:
@@ -230,9 +239,10 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the number of steps of the next block.
+        """Return the number of steps of the next timed block.
 
-        The blocks of a whole run grow with the steps done, up to the requested steps.
+        The blocks of a whole run grow with the number of steps done, so that a long run doesn't
+        have too many. They don't exceed the requested number of steps.
         """
         if not self._whole:
             return self._steps
@@ -260,17 +270,18 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks without disturbance by other processes and without new allocations.
+        """Return the blocks that other processes didn't disturb and that allocated no new memory.
 
-        If fewer than `FEWEST_BLOCKS` are left, return all blocks.
+        Return all blocks if fewer than `FEWEST_BLOCKS` are left.
         """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that other processes took in disturbed
-        blocks.
+        """Return the fraction of the cores' time that other processes took in disturbed blocks.
+
+        It is the mean over these blocks; 0 if there are none.
         """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
@@ -306,10 +317,12 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a warning about throttling, and whether to show it.
+    """Return a warning about throttling, and whether it should be reported.
 
-    Its value is the larger of the throttled time that devices report and the gap between the mean
-    and the median block. The warning names the device if devices reported it.
+    `clean` are the undisturbed blocks, and `step` is their mean step time. The warning's
+    value is the larger of two fractions: the throttled time that devices report, and the gap
+    between the mean and the median block. If devices report throttling, the warning names the
+    most throttled one.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
@@ -322,10 +335,11 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if a device's peak memory, in bytes, rose by more than 1 % in a block.
+    """True if the peak memory of some device, in bytes, rose by more than 1 % in a block.
 
-    False if it is unknown. New pages cost the kernel noticeable time: on a virtual machine 16 us
-    for each 4 KiB, 70 % of a step of 0.36 s.
+    `before` and `after` are the peaks; None if unknown. Such blocks aren't typical, because new
+    pages cost the kernel much time: on a virtual machine 16 us for each 4 KiB, 70 % of a step
+    of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
@@ -334,9 +348,10 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
     """Return the mean duration of a step of timed blocks in seconds, with its 95 % interval.
 
-    The interval is Student's, over the blocks' means. The value is total time divided by total
-    steps, so blocks may differ in length. The interval of a single block is estimated from its
-    difference to the previous step, which took `first_seconds`, unless that step took much longer.
+    The value is total time divided by total steps, so blocks may differ in length. The interval is
+    Student's, over the blocks' means. For a single block, it is estimated from the difference to
+    the previous step, which took `first_seconds`, unless that step took much longer. Raises
+    ValueError if there is no step.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -353,11 +368,11 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the probe's interval would still exceed `TOO_IMPRECISE` at its end.
+    """True if the probe's interval is predicted to exceed `TOO_IMPRECISE` at its end.
 
-    This is predicted from the noise between the blocks so far. The noise is the median difference
-    between consecutive blocks, so that a single change of speed doesn't count as noise: a probe
-    with such a change needs its full time.
+    `part` is the fraction of the probe's time that the blocks took. The prediction uses the median
+    difference between consecutive blocks, so that a single change of speed doesn't count as noise:
+    a probe with such a change needs its full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -378,9 +393,9 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return the parts of each rank's mean step over all blocks, in seconds.
+    """Return the parts of each rank's mean step, such as input, over all blocks, in seconds.
 
-    Return nothing if any block has no parts.
+    Return an empty tuple if the parts of a block are unknown.
     """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
@@ -392,8 +407,8 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
     """Return the parts of one rank's mean step: the sums over its blocks, divided by `steps`.
 
-    A part that is unknown in any block is None. `taken_by` comes from the block in which the rank
-    waited longest for cores.
+    `steps` is the number of steps of all blocks. A part that is unknown in any block is None.
+    `taken_by` comes from the block in which the rank waited longest for cores.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -414,9 +429,10 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the mean block, and whether it exceeds the noise.
+    """Return the relative change of the step time during a probe, and whether it exceeds the noise.
 
-    The change is from the earlier half of the blocks to the later half.
+    The change is from the mean of the earlier half of the blocks to that of the later half. `means`
+    has the step time of each block.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -1,9 +1,9 @@
-"""Measures with real child processes.
+"""Measures probes with real child processes.
 
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
 solo probe has its own child. A split has one child over all its devices if one process can drive
-them (GPUs without limits, in TensorFlow), and otherwise one child per device. These children step
-as a group, over loopback if all devices are on one host.
+them (GPUs without limits, in TensorFlow), and otherwise one child per device. The children of a
+split step as a group, over loopback if all devices are on one host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 class ChildProber:
     """Measures probes with real child processes.
 
-    The output of failing children is appended to `error_file`, if there is one. A probe that fails
+    The session's clock starts at `start_seconds`. The output of failing children is appended to
+    `error_file`, if there is one. `link` is a link speed that is already known. A probe that fails
     yields an observation about the failure, never an exception.
     """
 
@@ -113,9 +114,10 @@ class ChildProber:
     ) -> Iterator[Observation]:
         """Run all probes at the same time, and yield the observation of each probe as it ends.
 
-        Each probe has its own thread. Once `stop` is set, `measure` ends early and yields nothing
-        for unfinished probes. `finished` are probes of the same round that were measured before the
-        run was resumed; the devices of these probes don't count as unused.
+        Each probe has its own thread, which calls `report` with its progress. Once `stop` is set,
+        the iterator ends early, and unfinished probes have no observation. `finished` are probes of
+        the same round that were measured before the run was resumed; their devices count as used,
+        so no idle power is read for them.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -150,11 +152,11 @@ class ChildProber:
                 yield seen
 
     def now(self) -> float:
-        """Return the wall-clock time in seconds since the session began."""
+        """Return the time on the session's clock in seconds."""
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """Return the facts that children have reported so far."""
+        """Return the facts about software, data and model that children have reported."""
         return self._facts
 
     def close(self) -> None:
@@ -169,9 +171,10 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe with idle children or new ones. Return None if the session stops.
+        """Run a probe on idle or new children, and return its observation.
 
-        The probe is retried if another program took a port that its children need.
+        Return None if the session stops. The probe is retried if another program took a port that
+        its children need.
         """
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
@@ -193,7 +196,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the loss of a host as the failure of the first rank on it."""
+        """Return the loss of a host as a failure of the first rank on that host."""
         active = probe.layout.active
         rank = next(
             rank
@@ -238,10 +241,11 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep children that recovered from running out of memory, and return True.
+        """Keep the children of a failed probe if they have recovered. Return True if so.
 
-        Return False for any other failure, and for a group with a silent rank, because that rank
-        may be waiting in an all-reduce.
+        Children can recover from running out of memory. Return False for any other failure, and for
+        a group with a silent rank, because that rank may be waiting in an all-reduce. `key` is the
+        group's layout without sizes.
         """
         if not error.recovered:
             return False
@@ -256,10 +260,10 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the limits of the layout's step (input, host) should also be measured.
+        """True if the probe should also time steps without input and without a slow host.
 
-        They are measured in the first probe of a layout that may become the plan, if its batches
-        come from host memory.
+        These show the limits of the layout's step. They are measured once per layout, in its first
+        probe, if the layout may become the plan and its batches come from host memory.
         """
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -286,7 +290,10 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for the next probe, and record the memory and cores that they used."""
+        """Keep the children for later probes, and record the memory and cores that they used.
+
+        Until the other probes of the round end, the children continue to step.
+        """
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -310,10 +317,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes of each device's memory that other processes hold, by position.
+        """Return how many bytes of each device's memory other processes hold, by position.
 
-        With `clean`, no child of this layout is running. Return nothing if no such bytes were found
-        and some device doesn't report them.
+        `clean` is True if no child of this layout is running. Return an empty tuple if no such
+        bytes were found and some device doesn't report them.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -329,8 +336,8 @@ class ChildProber:
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the share for a warm-up step before the probe's own share; 0 for no such step.
 
-        TensorFlow traces the first size separately and the second for all sizes, so new children
-        first run a step of another size.
+        TensorFlow traces the first batch size separately and the second for all sizes, so new
+        children first run a step of another size.
         """
         request = self._resolved.request
         traced = (
@@ -339,7 +346,10 @@ class ChildProber:
         return WARM_UP_SHARE if traced and group.fresh else 0
 
     def _start(self, key: Layout, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
-        """Start children and build the workload in them. Raises GroupError if one of them fails."""
+        """Start the children of a layout, build the workload in them, and return their group.
+
+        `key` is the layout without sizes. Raises GroupError if a child fails.
+        """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
         environments = [self._environment(devices, key) for devices in assigned]
@@ -370,7 +380,11 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure the link between the group's ranks. Ends the group and raises if that fails."""
+        """Measure the link between a new group's ranks, and store its speed.
+
+        It is stored in the group and in the facts. If the measurement fails, kill the group and
+        raise the error.
+        """
         try:
             link = self._check_link(group, key, stop)
             group.link_speed = link.bytes_per_second
@@ -383,9 +397,9 @@ class ChildProber:
                 self._facts = msgspec.structs.replace(self._facts, link=link)
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
-        """Return the speed of an all-reduce between the group's ranks: the slowest rank's.
+        """Return the speed of an all-reduce between the group's ranks, as measured by the slowest.
 
-        Its bytes per second are 0 if the workload doesn't report it. Raises GroupError, with a
+        Its bytes per second are 0 if the workload doesn't measure it. Raises GroupError, with a
         remedy, if the all-reduce hangs or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
@@ -410,7 +424,10 @@ class ChildProber:
         )
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return a child's environment. Raises GroupError if its devices don't support it."""
+        """Return the environment of a child on these devices.
+
+        Raises GroupError if the devices can't be used like that.
+        """
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -468,9 +485,10 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the devices on which a rank has failed.
+        """Return the positions of the devices on which a rank has failed.
 
-        Return nothing if its process drives several devices and the error doesn't name one of them.
+        Return an empty tuple if the rank's process drives several devices and the error doesn't
+        name one of them.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
@@ -481,7 +499,7 @@ class ChildProber:
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
         """Report in which phase a probe was stopped before it measured anything.
 
-        If its stack contains a line of the user's code, the stack is saved in the run's error file.
+        If `stack` contains a line of the user's code, the stack is saved in the run's error file.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         saved = stack.where and self._save_output(
@@ -490,10 +508,10 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append the output of a failed child to the run's error file.
+        """Append the output of a failed child to the run's error file, under a title.
 
-        Nothing is appended if the file is already large. Return False if there is no file or it
-        can't be written.
+        Nothing more is appended to a file that is already large. Return False if there is no file
+        or it can't be written.
         """
         if self._error_file is None:
             return False
@@ -515,20 +533,20 @@ class ChildProber:
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True for PyTorch ranks on GPUs.
+    """True if the link between the ranks on these devices must be checked before they train.
 
-    Their link is checked first, because NCCL hangs if the driver reports a path between GPUs that
-    the board doesn't have.
+    This concerns PyTorch on GPUs: NCCL hangs if the driver reports a path between GPUs that the
+    board doesn't have.
     """
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts, updated with the report of one more child.
+    """Return the facts `before`, updated with the facts that one more child has `found`.
 
-    `engine` synchronizes the ranks of that child's split. It is empty if its layout isn't a split.
-    The workload's digest remains that of the first child. It is the model's own digest, if the
-    child reports one, which a training script compares with that of its model.
+    `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
+    The workload's digest remains that of the first child. If the child reports a digest of its
+    model, that is used, because a training script compares it with its own model's.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -561,11 +579,11 @@ def make_prober(
     end_seconds: float = math.inf,
     link: KnownLink | None = None,
 ) -> Prober:
-    """Return a prober whose clock starts at `start_seconds`.
+    """Return a prober for a job, real or simulated, whose clock starts at `start_seconds`.
 
-    Tracebacks of children are written to `error_file`. `link` was measured between the devices
-    before. Simulated probes stop at `end_seconds` on the simulated clock. Real probes are stopped
-    by the session.
+    Tracebacks of children are written to `error_file`. `link` is the saved speed of the link
+    between the devices. Simulated probes stop at `end_seconds` on the simulated clock; the session
+    stops real ones.
     """
     if job.machine is not None:
         return SimulatedProber(

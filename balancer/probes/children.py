@@ -3,7 +3,7 @@
 Two threads for each child drain its standard output and standard error, so no amount of output can
 block the child or fill this process's memory. A layout has one child on one device, one child over
 several GPUs, or one child per device that step as a group. If a child fails, the others get
-`GRACE_SECONDS` to report too. Then the root cause is chosen from their messages.
+`GRACE_SECONDS` to report their own failures. Then the root cause is chosen from all failures.
 """
 
 from __future__ import annotations
@@ -63,39 +63,45 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """The interface of a child on any host, for its group."""
+    """A child process of a probe, on this machine or on another host, as its group sees it.
+
+    `rank` is its rank in the group. Its messages are put into the group's inbox.
+    """
 
     rank: int
     alive: bool  # False once it has exited
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command. If the child has gone, the inbox receives a message about it."""
+        """Send a command to the child, without waiting for the reply.
+
+        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        """
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """Return the child's current stack.
+        """Return the current stack of the child's main thread, to show where it is.
 
-        Return None before the child has reported that it is ready, or if it doesn't answer.
+        Return None if the child doesn't answer, for example because it has exited.
         """
 
     def find_loss(self) -> str:
-        """Return the reason why the child's host doesn't answer.
+        """Return a message that says why the child's host doesn't answer.
 
-        Return an empty string if the host answers, as this machine always does.
+        Return "" if the host answers, as this machine always does.
         """
         return ""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the child and its process group now. May be called more than once."""
+        """Kill the child and its process group. May be called more than once."""
 
 
 class Child(RunningChild):
     """A worker process that `server` forks.
 
-    Its messages are put into `inbox` together with its rank. Killing it also kills its process
-    group.
+    Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
+    memory, if it has one, to which its peak memory is compared after it has exited.
     """
 
     def __init__(
@@ -109,8 +115,8 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        With the descriptor `build_channel`, the child may leave a copy of itself once it has built
-        its workload.
+        If `build_channel` is given, it is the descriptor of a channel on which the child may leave
+        a copy of itself, once it has built its workload.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -145,23 +151,23 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has exited, as its fork server reports.
-
-        `peak_bytes` is its peak memory.
-        """
+        """Record the exit code and the peak memory that the fork server reports for the child."""
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
         self._ended.set()
 
     def send(self, command: Command) -> None:
-        """Send a command. If the child has gone, the inbox receives a message about it."""
+        """Send a command to the child, without waiting for the reply.
+
+        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        """
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
             self._stdin.flush()
 
     @property
     def stderr_tail(self) -> str:
-        """The end of the child's standard error and standard output.
+        """The end of what the child has written to standard error and standard output.
 
         Until the child runs, it is the end of the fork server's output.
         """
@@ -169,9 +175,10 @@ class Child(RunningChild):
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return the child's current stack.
+        """Return the current stack of the child's main thread, to show where it is.
 
-        Return None before the child has reported that it is ready, or if it doesn't answer.
+        Until the child runs, it is the stack of the fork server, which imports the framework.
+        Return None if there is no answer within `STACK_SECONDS`.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -184,7 +191,7 @@ class Child(RunningChild):
         return stack
 
     def end(self) -> None:
-        """Kill the child and its process group now. May be called more than once."""
+        """Kill the child and its process group. May be called more than once."""
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
         if self.pid:
             self._ended.wait(WAIT_SECONDS)
@@ -213,7 +220,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox. Drop it if the inbox stays full for `WAIT_SECONDS`."""
+        """Put a message into the inbox. It is lost if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -226,7 +233,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return the number of processes that the kernel has killed for memory since boot.
+    """Return how many processes the kernel has killed for lack of memory since boot.
 
     Return 0 if the kernel doesn't report it.
     """
@@ -237,7 +244,11 @@ def _kernel_kills() -> int:
 
 
 class ChildGroup:
-    """The children of a layout in rank order, with one shared inbox."""
+    """The children of a layout in rank order, with one shared inbox.
+
+    `ranks` maps the ranks to devices of the request. The inbox gets the messages of all children,
+    together with their ranks.
+    """
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
@@ -256,7 +267,10 @@ class ChildGroup:
         seconds: float,
         stop: threading.Event,
     ) -> list[Reply]:
-        """Send every rank its command at the same time, and return all replies."""
+        """Send `command(rank)` to every rank, and return their replies in rank order.
+
+        `expected` is the type of the replies. Raises the same exceptions as `receive`.
+        """
         for child in self.children:
             child.send(command(child.rank))
         return self.receive(expected, seconds, stop)
@@ -283,7 +297,11 @@ class ChildGroup:
     def _collect(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Return the replies and failures by rank, once every rank has one or the time is over."""
+        """Return the replies and the failures by rank.
+
+        Wait until every rank has replied or failed, or until the time is up: `seconds`, or less
+        once a rank has failed.
+        """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -304,19 +322,19 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with a stack if the user's code may be running.
+        """Raise StoppedError, with a child's stack if the user's code may be running.
 
-        The stack is that of the first rank that hasn't replied, if the children were still
-        starting, building or preparing.
+        The user's code runs while children start, build or prepare. The stack is taken from the
+        first rank that hasn't replied.
         """
         late = [child for child in self.children if child.rank not in replies]
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return the failures of silent ranks whose host was lost.
+        """Return the failures of those `silent` ranks whose host was lost, by rank.
 
-        A lost host may be the reason why another rank failed.
+        They are reported too, because a lost host may be the reason why another rank failed.
         """
         found = {}
         for rank in silent:
@@ -326,10 +344,11 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory, and return the bytes that it still holds.
+        """Make every rank release unused memory, and return the bytes that the group still holds.
 
-        They are by device position, without positions for which they are unknown. Raises GroupError
-        if a rank doesn't reply within `seconds`, and StoppedError as `receive` does.
+        The bytes are by device position; positions for which they are unknown are left out.
+        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
+        `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -1,8 +1,9 @@
 """Classifies the failures of a layout's children: did memory run out, or did something else fail?
 
-It looks at exceptions, exit codes and signals. The lists come from TensorFlow's and PyTorch's issue
-trackers, and from experiments with capped CPU allocators. The kernel itself counts the processes
-that it kills for lack of memory. The functions have no side effects.
+The module looks at exceptions, exit codes and signals. Its lists of typical texts come from
+TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU allocators.
+The kernel itself counts the processes that it kills for lack of memory. The functions have
+no side effects.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):
-    """The session stops, so running probes have no observation.
+    """The session stops, so running probes yield no observation.
 
-    `stack` is that of a child that hadn't begun to measure; None if unknown.
+    `stack` is the stack of a child that hadn't begun to measure; None if it is unknown.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -86,7 +87,7 @@ class StoppedError(Exception):
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """The failure of one rank, with its cause."""
+    """The failure of one rank of a group, with its cause."""
 
     rank: int
     cause: Cause
@@ -100,15 +101,18 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the message is typical of a rank that stopped because another rank did."""
+        """True if the text is typical of a rank that failed only because another rank did.
+
+        Such a failure isn't the root cause.
+        """
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
 class GroupError(Exception):
-    """One or more ranks of the group have failed.
+    """One or more ranks of a group have failed.
 
-    The group's children are not reused, unless all failed ranks have recovered from running out of
-    memory and the others have replied. `silent` are the ranks that have neither replied nor failed.
+    `silent` are the ranks that have neither replied nor failed. The group's children aren't reused,
+    unless all failed ranks have recovered from running out of memory and no rank is silent.
     """
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
@@ -126,8 +130,8 @@ class GroupError(Exception):
     def root(self) -> RankFailure:
         """The failure that is most likely the root cause.
 
-        Failures for lack of memory come before other failures. Ranks that only lost a peer come
-        last.
+        Failures for lack of memory are preferred, and then other failures by their kind. The
+        failures of ranks that only lost a peer come last.
         """
         return min(
             self.failures,
@@ -136,9 +140,9 @@ class GroupError(Exception):
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """Return the failure of a rank whose child has exited.
+    """Return the failure of a rank whose child has exited unexpectedly.
 
-    It is based on the child's exit code and last output.
+    The cause is derived from the exit code and the last output.
     """
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
@@ -146,7 +150,10 @@ def exit_failure(rank: int, end: Exited) -> RankFailure:
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:
-    """Return the failure of a rank whose child reported an exception, in one line."""
+    """Return the failure of a rank whose child has reported an exception.
+
+    Its detail is one line: the user's line of code, the class and the text.
+    """
     memory = error_is_memory(error.types, error.text)
     words = one_line(error.text)
     if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
@@ -162,7 +169,10 @@ def error_failure(rank: int, error: ChildError) -> RankFailure:
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:
-    """True if an exception with these class names and this text means that memory ran out."""
+    """True if an exception means that memory ran out.
+
+    `types` are the names of its class and base classes, and `text` is its text.
+    """
     lowered = text.lower()
     if any(sign in lowered for sign in _NOT_MEMORY):
         return False
@@ -170,9 +180,9 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """True if an error's text mentions a GPU or its libraries.
+    """True if the text of an error mentions a GPU or its libraries.
 
-    The error may then be specific to one device.
+    Then the error may be specific to one device, and not a fault of the user's code.
     """
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
@@ -180,9 +190,11 @@ def names_hardware(text: str) -> bool:
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
-    """True if a child with exit code `code` (negative: killed by a signal) ran out of memory.
+    """True if a child ran out of memory, judged by the way it exited.
 
-    `cap_share` is its peak memory as a fraction of its memory cap (0: no cap).
+    `code` is its exit code, negative if a signal killed it. `cap_share` is its peak memory as a
+    fraction of its memory cap; 0 without a cap. `kernel_killed` is True if the kernel has killed a
+    process for lack of memory.
     """
     if code == -signal.SIGKILL:
         return kernel_killed
@@ -199,7 +211,10 @@ def _memory_words() -> tuple[str, ...]:
 
 
 def describe_exit(code: int) -> tuple[Cause, str]:
-    """Return the cause of a child's exit, and a one-line message about it."""
+    """Return the cause of a child's exit, and a message of one line.
+
+    `code` is the exit code, negative if a signal killed the child.
+    """
     if code >= 0:
         return "exit", f"its process ended by itself with exit code {code}"
     try:
@@ -210,18 +225,18 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the number of the GPU that an error names, as the framework numbers them.
+    """Return the number of the GPU that the text of an error names; None if none or several.
 
-    Return None if it names no GPU or several.
+    It is the framework's number, which counts the GPUs that the process can see.
     """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return the line of an error's text that says what was wrong.
+    """Return the line of an error's text that says what was wrong, without colors.
 
-    Colors and control characters are removed.
+    It is cut to `longest` characters.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
@@ -236,8 +251,8 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Return the text cut to `longest` characters, after the last whole word that fits.
+    """Return the text cut to at most `longest` characters, after a whole word.
 
-    If the first word is longer, it is truncated.
+    If the first word is longer, it is cut.
     """
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

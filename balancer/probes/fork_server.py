@@ -43,10 +43,11 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these environment variables, on these cores.
+    """A request to fork a child with these environment variables, on these cores.
 
-    The descriptors of its three standard streams come with the message. A fourth one is a channel
-    on which the child may serve forks of itself, once it has built its workload.
+    The descriptors of the child's three standard streams are sent with the message. A
+    fourth descriptor is a channel on which the child may fork copies of itself, once it has
+    built its workload.
     """
 
     key: int  # identifies the child at both ends
@@ -56,7 +57,10 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalRequest(msgspec.Struct, frozen=True, tag=True):
-    """Send a signal to a child, or to its whole process group, if it is still running."""
+    """A request to send signal `number` to a child, or to its process group if `group`.
+
+    It is ignored if the child has exited.
+    """
 
     key: int
     number: int
@@ -64,14 +68,14 @@ class SignalRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildForked(msgspec.Struct, frozen=True, tag=True):
-    """A child has been forked."""
+    """The answer to a `ForkRequest`: the child is running."""
 
     key: int
     pid: int
 
 
 class ChildExited(msgspec.Struct, frozen=True, tag=True):
-    """A child has exited; `code` is negative if a signal killed it."""
+    """A child has exited; `code` is its exit code, negative if a signal killed it."""
 
     key: int
     code: int
@@ -79,10 +83,11 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
-    """A child has built its workload.
+    """A child has built its workload, and reports whether later children can be forked with it.
 
-    `obstacle` is the reason why the child can't be forked after that. If it is empty, a copy of the
-    child answers fork requests on this channel.
+    If `obstacle` is empty, a copy of the child, with the workload in its memory, forks
+    children that are requested on this channel. Otherwise `obstacle` is the reason why there
+    is no such copy.
     """
 
     obstacle: str = ""
@@ -101,8 +106,8 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
-    The arguments of `run` are this process's pid and the descriptor of a channel, or NO_CHANNEL. A
-    copy of the child may answer fork requests on that channel.
+    Requests arrive on `channel`. The arguments of `run` are this process's pid and the descriptor
+    of a channel on which the child may fork copies of itself; NO_CHANNEL if there is none.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -192,10 +197,10 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import each "module" or "module:attribute".
+    """Import each "module" or "module:attribute" into this process, before it forks children.
 
     If an import fails or starts a device's driver, restart the program without imports, because a
-    process that runs a driver can't be forked.
+    process that runs a driver can't be forked. Each child then does its own imports.
     """
     try:
         for name in names:
@@ -219,16 +224,16 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of grandchildren whose parent has exited.
+    """Make this process adopt its descendants when their parents exit.
 
-    The copy of a child is then still recognized as a process of this search.
+    A copy of a child that outlives the child is then still recognized as a process of this search.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """The interface of a child for `ServerProcess`."""
+    """The methods of a child that a `ChildServer` calls."""
 
     pid: int  # 0 until it runs
 
@@ -237,9 +242,9 @@ class ForkedChild(Protocol):
 
 
 class ChildServer(ABC):
-    """A process that forks children on request.
+    """The requesting end of a process that forks children.
 
-    `channel` is the requesting process's end of their socket.
+    `channel` is this end of the socket between the two. A thread reads the answers.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -255,11 +260,11 @@ class ChildServer(ABC):
 
     @abstractmethod
     def read_log(self) -> bytes:
-        """Return the end of the server's standard output and standard error."""
+        """Return the end of what the server has written to standard output and standard error."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the server and its children. May be called more than once."""
+        """Kill the server and its children. May be called more than once."""
 
     @abstractmethod
     def _wait(self) -> int:
@@ -268,10 +273,10 @@ class ChildServer(ABC):
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request a child, which the server forks when it is ready, and return the child's key.
+        """Request that the server forks `child`, and return the key that identifies the child.
 
-        The child's streams are closed in this process. If the server has exited, the child is
-        reported as exited too. Raises OSError if the request can't be sent.
+        `streams` are the child's descriptors, which are closed in this process. If the server has
+        exited, the child is reported as exited too. Raises OSError if the request can't be sent.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -291,7 +296,10 @@ class ChildServer(ABC):
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the child with this key, and with `group` to its process group."""
+        """Send signal `number` to the child with this key, or to its process group if `group`.
+
+        Does nothing if `key` is None.
+        """
         if key is not None:
             with suppress(OSError):
                 self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))
@@ -318,17 +326,22 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload, and why it can't be forked after that."""
+        """Record that a child has built its workload.
+
+        `obstacle` is the reason why no children can be forked with that workload; empty
+        if they can.
+        """
 
     @abstractmethod
     def _release(self) -> None:
-        """Close everything that is still open after the server has exited."""
+        """Close what is still open, after the server has exited."""
 
 
 class BuiltServer(ChildServer):
-    """A copy of a child that has built its workload, so that its own children needn't build it.
+    """A copy of a child that has built its workload, and whose own children needn't build it.
 
-    It is running once `alive` is True. `far_end` is the descriptor that the building child gets.
+    `far_end` is the descriptor of the channel for the child that builds. The copy exists once
+    `alive` is True.
     """
 
     def __init__(self) -> None:
@@ -345,11 +358,11 @@ class BuiltServer(ChildServer):
         return self._serves
 
     def read_log(self) -> bytes:
-        """Return nothing: the copy writes no log."""
+        """Return b"", because the copy writes no log."""
         return b""
 
     def close(self) -> None:
-        """End the copy, which kills its children. May be called more than once."""
+        """Close the channel, so that the copy kills its children and exits. May be called again."""
         self._serves = False
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -367,10 +380,10 @@ class BuiltServer(ChildServer):
 
 
 class ServerProcess(ChildServer):
-    """A running fork server.
+    """A running fork server, which has imported the modules `imports`.
 
-    Raises OSError if the server can't be started. The kernel kills it when the thread that
-    created it exits.
+    `variables` are added to its environment. Raises OSError if the server can't be started. The
+    kernel kills the server when the thread that created it exits.
     """
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -393,7 +406,7 @@ class ServerProcess(ChildServer):
         return self._process.poll() is None
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the child with this key, and with `group` to its process group.
+        """Send signal `number` to the child with this key, or to its process group if `group`.
 
         If `key` is None, send it to the server itself.
         """
@@ -454,7 +467,7 @@ def _run(
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment variables, updated with `variables`.
 
-    The import path is set so that the server imports the same evener as this process.
+    PYTHONPATH is set so that the server imports the same evener as this process.
     """
     merged = {**os.environ, **variables}
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

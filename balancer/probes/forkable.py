@@ -45,7 +45,10 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context that records when the user's code reads a variable that differs by rank."""
+        """Record when the user's code reads a variable whose value differs by rank.
+
+        The environment is watched inside the `with` block.
+        """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
         look_up = kind.__getitem__
@@ -62,7 +65,10 @@ class BuildWatch:
             kind.__getitem__ = look_up  # type: ignore[method-assign]
 
     def noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return the function in a wrapper that records `what` if the user's code calls it."""
+        """Return a wrapper of `function` that records `what` if the user's code calls it.
+
+        `what` names what the function returns, for messages.
+        """
 
         def ask(*arguments: Any, **keywords: Any) -> Any:
             self.note(what)
@@ -82,7 +88,7 @@ class BuildWatch:
                 return
 
     def find_obstacle(self) -> str:
-        """Return why this process can't be forked now; empty if it can be."""
+        """Return why this process can't be forked now, as a clause; "" if it can be."""
         if has_started_driver():
             return "it starts a device's driver"
         if self._asked:

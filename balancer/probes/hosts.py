@@ -1,7 +1,7 @@
 """One interface for the hosts of a session's devices: this machine, and hosts through Ray.
 
 A `RemoteHost` calls a `HostService` in evener's actor on a host of the cluster. A thread receives
-the messages of the children there, and delivers them like those of local children.
+the messages of the children on that host, and delivers them like messages of local children.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
-    """This machine, which is called `name` in a cluster: its children, drivers and free ports."""
+    """The host that this process runs on: its children, drivers and free ports.
+
+    `name` is its name in a cluster, and "" outside of one. `devices` are all devices of the
+    request; other hosts' devices are ignored.
+    """
 
     find_ports = staticmethod(find_free_ports)
     make_file = staticmethod(make_memory_file)
@@ -67,20 +71,25 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this host, or of one of its attributes, as in "monitor.read"."""
+        """Call a method of this host by its name, and return the result.
+
+        The name may contain an attribute, as in "monitor.read". `RemoteHost.ask` has
+        the same interface.
+        """
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait for the answer of each driver.
+        """Wait until the driver of each device at `positions` answers.
 
-        Raises GroupError, which names a device that is gone or doesn't answer.
+        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
+        `stop` is set.
         """
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return the environment of a child on these devices.
+        """Return the environment variables and cores for a child on these devices.
 
         Raises DeviceError if they can't be used.
         """
@@ -92,9 +101,10 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """Start a new child.
+        """Start a child, and clean up after children that have exited.
 
-        The pipes of children that have exited are closed. Raises OSError or RuntimeError if the
+        `rank` is the child's rank in its group, and `inbox` the group's inbox. `cap_bytes` is the
+        cap on the child's memory; None if there is none. Raises OSError or RuntimeError if the
         child can't be started.
         """
 
@@ -112,13 +122,14 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a running server for children with this environment, or start a new one.
+        """Return a running server that can fork a child with this environment, and a descriptor.
 
-        It is a copy of a child that has built the user's workload, if there is one. The first child
-        also gets a descriptor with which it may leave such a copy.
+        The server is a copy of a child that has built the user's workload, if there is one, and
+        otherwise a fork server, which is started if necessary. The descriptor is that of a channel
+        on which the new child may leave such a copy; None if it needn't.
 
-        The variables that affect the framework's import must be equal, because the server has
-        imported it.
+        A server is only used if all variables that affect the framework's import are equal, because
+        the server has already imported it.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -142,15 +153,16 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them, by position.
+        """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions.
+        No child runs on the `clean` positions. Positions for which the bytes are unknown
+        are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the processes that compute on each device, except children, by position.
+        """Return the processes other than children that compute on each device, by position.
 
         Positions for which the driver doesn't report them are left out.
         """
@@ -169,7 +181,8 @@ class LocalHost:
 class HostService(LocalHost):
     """The local host in evener's actor on another machine. Each call runs in its own thread.
 
-    Integer keys identify its children.
+    Its children are identified by integer keys, which the calling `RemoteHost` chooses. `script` is
+    a copy of the user's files; None for a built-in workload.
     """
 
     def __init__(
@@ -188,22 +201,24 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a child."""
+        """Start a child under this key. `cap_bytes` is the cap on its memory; None if
+        there is none.
+        """
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a command to a child.
+        """Send a command to the child with this key.
 
-        A `Build` command gets the path of the script's copy on this host.
+        The workload of a `Build` command is replaced by the script's copy on this host.
         """
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages that children have sent, with the children's keys.
+        """Return the messages of children since the last call, with the children's keys.
 
-        Waits up to `RECEIVE_SECONDS` for the first message.
+        Wait up to `RECEIVE_SECONDS` for the first message. The list is empty if none arrives.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -213,15 +228,15 @@ class HostService(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Return a child's current stack."""
+        """Return the current stack of the child with this key; None if the child doesn't answer."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
-        """Kill a child."""
+        """Kill the child with this key."""
         self._children.pop(key).end()
 
     def close(self) -> None:
-        """Kill every child, and remove the copied script."""
+        """Kill every child, and delete the copy of the script."""
         super().close()
         if self._script:
             self._script.close()
@@ -238,7 +253,10 @@ class HostService(LocalHost):
 
 
 class RemoteChild(RunningChild):
-    """A child on another host, for its group."""
+    """A child on another host, as its group sees it.
+
+    `key` identifies it on that host.
+    """
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
@@ -249,18 +267,21 @@ class RemoteChild(RunningChild):
         self.generation = host.service.generation  # generation of the actor that it runs in
 
     def send(self, command: Command) -> None:
-        """Send a command. If the child has gone, the inbox receives a message about it."""
+        """Send a command to the child, without waiting for the reply.
+
+        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        """
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """Return the child's current stack; None if the child doesn't answer."""
+        """Return the current stack of the child's main thread; None if the child doesn't answer."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
         return None
 
     def find_loss(self) -> str:
-        """Return the reason why the child's host doesn't answer; empty if it answers."""
+        """Return a message that says why the child's host doesn't answer; "" if it does."""
         try:
             self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
@@ -268,17 +289,24 @@ class RemoteChild(RunningChild):
         return ""
 
     def end(self) -> None:
-        """Kill the child now."""
+        """Kill the child, unless its host was lost."""
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """Put a message from the child into the inbox, or the message that its host was lost."""
+        """Put a message from the child into the group's inbox.
+
+        The message may also say that the child has exited or that its host was lost.
+        """
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
 
 class RemoteHost:
-    """One remote host of the cluster. Raises HostLostError if its actor doesn't answer."""
+    """One remote host of the cluster.
+
+    Its methods raise HostLostError if evener's actor on the host doesn't answer. `script` is a copy
+    of the user's files; None for a built-in workload.
+    """
 
     def __init__(
         self,
@@ -299,10 +327,10 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the host's `LocalHost`, and return its answer.
+        """Call a method of the host's `HostService` by its name, and return the result.
 
-        `how` are the options of `RemoteObject.ask`. If the actor has exited, a new actor is started
-        and called instead.
+        `how` are the options of `RemoteObject.ask`, such as a timeout. If the actor has exited, the
+        host is restarted in a new actor and called again.
         """
         if self._lost is not None:
             raise self._lost
@@ -315,9 +343,10 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor, and report the old actor's children as killed.
+        """Restart the host in a new actor, and report the children of the old actor as killed.
 
-        Return False if the host can't be restarted or this session has closed it.
+        `generation` numbers the actor that has exited. Return False if the host can't be restarted
+        or this session has closed it.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
@@ -329,7 +358,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """Start a new child on the host."""
+        """Start a child on the host. The parameters are those of `LocalHost.start_child`."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -340,15 +369,16 @@ class RemoteHost:
         return child
 
     def forget(self, key: int) -> None:
-        """Kill a child, unless its host was lost."""
+        """Kill the child with this key, unless its host was closed or lost."""
         if self._children.pop(key, None) is not None and not self._closed.is_set():
             with suppress(HostLostError):
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers of the host's GPUs answer.
+        """Wait until the driver of each GPU of the host answers.
 
-        Raises StoppedError if `stop` is set meanwhile.
+        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
+        `stop` is set.
         """
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
@@ -376,7 +406,10 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and report this to the group of each of its children."""
+        """Record that the host is lost, and tell the groups of its children.
+
+        `error` is the error of the call that failed.
+        """
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -385,7 +418,10 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of these devices. Raises DeviceError if one of them can't be reached."""
+    """All hosts of a session's devices, with one method for each task.
+
+    Raises DeviceError if a host can't be reached.
+    """
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
@@ -403,11 +439,12 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the rendezvous addresses of a group's ranks, one per device, on its device's host.
+        """Return the rendezvous address of each of a group's ranks, on the host of its device.
 
-        Their ports are free at this moment. On one host the addresses are on loopback. PyTorch's
-        ranks on one host get the path of a file instead, because any user of the machine could
-        connect to a store's port and write to it.
+        `devices` has one device per rank. The ports of the addresses are free at this moment. On
+        one host, the addresses are on loopback. PyTorch's ranks on one host get the path of a file
+        instead, because any user of the machine could connect to the port of a rendezvous store and
+        write to it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -425,15 +462,16 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for the answer of each driver.
+        """Wait until the driver of each device at `positions` answers.
 
-        Raises GroupError, which names a device that is gone or doesn't answer.
+        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
+        `stop` is set.
         """
         for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """Return the drivers' current readings, by position.
+        """Return the latest vitals of the GPUs among these devices, by position.
 
         Raises GroupError if a device is gone, or if its driver has been silent for too long.
         """
@@ -443,9 +481,10 @@ class Hosts:
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them, by position.
+        """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions.
+        No child runs on the `clean` positions. Positions for which the bytes are unknown
+        are left out.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -453,7 +492,7 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the processes that compute on each device, except children, by position.
+        """Return the processes other than children that compute on each device, by position.
 
         Positions for which the driver doesn't report them are left out.
         """
@@ -463,7 +502,10 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the available memory in bytes of the host that has the least."""
+        """Return the available memory, in bytes, of the host that has least.
+
+        Lost hosts don't count.
+        """
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
@@ -482,7 +524,7 @@ class Hosts:
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
         """Yield the hosts of the GPUs among these positions.
 
-        CPU slices are left out, so that a host isn't asked about its CPU.
+        The hosts of CPU slices are left out, because CPUs have no driver to ask.
         """
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]

@@ -1,7 +1,9 @@
 """Finds external disturbances of a probe: heat, power limits, held memory and lost devices.
 
 Held memory is memory that other processes use. GPUs are read through their driver, only between
-timed blocks. CPU slices have no driver, so only the host's free memory is read for them.
+timed blocks. Each GPU has a watch (`VitalsWatch`), which calls the driver on separate threads, so
+that a driver that hangs doesn't block the probe. CPU slices have no driver, so only the host's free
+memory is read for them.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `part` is the fraction of the time in which their kernels ran, `own_part` the same for the
-    session's kernels, and `names` are the names of the other processes. A GPU gives each process
+    `part` is the fraction of the time in which their kernels ran, and `own_part` that in which the
+    session's kernels ran. `names` are the names of the other processes. A GPU gives each process
     time slices in turn, so both fractions together are at most 1.
     """
 
@@ -59,9 +61,10 @@ class Neighbours(NamedTuple):
 
 
 class InterferenceMonitor:
-    """Watches the session's devices on this host.
+    """Watches the session's devices on one host.
 
-    The watch of a device starts when a probe first needs it.
+    `host` is the host's name, empty for this machine. The watch of a device starts when a probe
+    first needs it. A driver that is silent for `silent_seconds` counts as lost.
     """
 
     def __init__(
@@ -94,9 +97,10 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """Return the drivers' current vitals.
+        """Return the latest vitals of the devices, by position.
 
-        Raises GroupError if a device is gone, or if its driver has been silent for too long.
+        Devices without a driver, and devices on other hosts, are left out. Raises GroupError if a
+        device is gone, or if its driver has been silent for too long.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -105,11 +109,11 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them, by position.
+        """Return how many bytes of each device's memory other processes hold, by position.
 
         `own` are the pids of the session's children. `clean` are the positions on which no child
-        runs. If the driver doesn't list processes, other processes' bytes are known only for a
-        clean device. Positions for which they are unknown are left out.
+        runs. If a driver doesn't list the processes, the bytes of other processes are known only
+        for a clean device. Positions for which the bytes are unknown are left out.
         """
         found: dict[int, int] = {}
         for position in self._list_own_positions(positions):
@@ -122,10 +126,10 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return the other processes that have computed on each device since the last call.
+        """Return the other processes that computed on each device since the last call, by position.
 
-        `own` are the pids of the session's children, which are left out. Positions for which the
-        driver doesn't list any child are also left out.
+        `own` are the pids of the session's children, which don't count. A position is left out if
+        the driver lists no child on it, because the driver may then use other pids than this host.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -145,10 +149,10 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return the bytes to report, in multiples of `STEP`.
+        """Return the held bytes to report: `short`, rounded up to a multiple of `STEP`.
 
-        The last reported value is repeated unless the bytes exceed it, so that small changes aren't
-        reported.
+        If `short` doesn't exceed the last reported value, that value is returned again, so that
+        small changes aren't reported.
         """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -156,7 +160,7 @@ class InterferenceMonitor:
         return self._short[position]
 
     def close(self) -> None:
-        """Close every watch, without waiting for one whose driver hangs."""
+        """Close every watch, without waiting for drivers that hang."""
         until = time.monotonic() + CLOSE_SECONDS
         watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
@@ -173,7 +177,10 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches by position, without devices that report nothing."""
+        """Return the watches of the devices on this host, by position. Start them if necessary.
+
+        Devices whose kind has no driver to read are left out.
+        """
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -189,9 +196,11 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Return the vitals of all positions, read at the same time.
+        """Read the vitals of all devices at the same time, and return the latest ones by position.
 
-        Doesn't wait for a watch that has hung since an earlier reading.
+        The drivers have `wait_seconds` to answer; the previous vitals of a silent driver are
+        returned. A driver that hasn't answered an earlier reading is neither called again nor
+        waited for. Memory and processes are read only if `full`.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -213,10 +222,10 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return the missing bytes; None if unknown.
+        """Return the bytes of a device's memory that other processes hold; None if unknown.
 
-        An increase over the last report must persist through several readings, because the process
-        that holds the memory may be exiting.
+        An increase over the last reported value counts only if it persists through several
+        readings, because the process that holds the memory may be exiting.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -247,13 +256,16 @@ class InterferenceMonitor:
 
 
 class DriverReader(Protocol):
-    """A source of vitals, by a device's position in the request."""
+    """The interface of a source of vitals.
+
+    Devices are given by their positions in the request.
+    """
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A source of vitals that also knows which processes share a device."""
+    """The interface of a source of vitals that also lists the processes that share a device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
@@ -261,7 +273,8 @@ class DeviceWatch(DriverReader, Protocol):
 class ProbeInterference:
     """Records how much a probe's devices were throttled in each block, and the power they drew.
 
-    The power of unused devices is also recorded; `idle` has their readings from before the probe.
+    `positions` are the devices of the probe. `idle` has readings of unused devices from before the
+    probe, from which their power is also computed.
     """
 
     def __init__(
@@ -277,9 +290,9 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Return the block with the drivers' reports for its time.
+        """Read the drivers, and return the block with the throttling since the previous reading.
 
-        Raises GroupError if a device was lost meanwhile.
+        Call it after each block. Raises GroupError if a device was lost during the block.
         """
         before = self._before
         self._before = self._monitor.read(self._positions)
@@ -306,10 +319,10 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return each device's mean power in watts during the probe, by position.
+        """Return each device's mean power in watts, by position.
 
-        The probe lasts from its start to the last block. Devices that report no energy are left
-        out.
+        The mean is over the time from the first reading to the last. Devices that report no energy
+        are left out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -328,10 +341,11 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return the parts of a rank's block, with the time that its device lost to lower clocks added.
+    """Return a rank's parts of a block, with the time that its device lost to lower clocks added.
 
-    Clocks are lower while heat or power limits them. The lost fraction is the clock's relative
-    distance from the highest clock.
+    `before` and `now` are the device's vitals before and after the block of `wall_seconds`. While
+    heat or power limits the clock, the lost fraction of the time is the clock's relative distance
+    from its highest value.
     """
     if now is None or now.clock_fraction is None:
         return part
@@ -345,9 +359,9 @@ def _add_lost(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return the drivers' readings of devices that a probe doesn't use.
+    """Return the vitals of devices that a probe doesn't use, to compute their power.
 
-    Return nothing if a device is gone, because the probe doesn't need these devices.
+    Return an empty mapping if one of the devices is gone, because the probe can run without it.
     """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -355,21 +369,25 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes; 0 if the process has gone."""
+    """Return a process's resident memory in bytes; 0 if the process has exited."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many bytes in use on a GPU may belong to the driver itself."""
+    """Return how many used bytes of a GPU may belong to the driver itself.
+
+    `memory_bytes` is the GPU's memory. Fewer used bytes aren't attributed to other processes.
+    """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes that other processes hold.
+    """Return the bytes of a device's memory that other processes hold; None if unknown.
 
-    Return None if the session's own bytes can't be separated.
+    `own` are the pids of the session's children, whose bytes are subtracted. They are unknown if
+    the driver doesn't list the children, unless the device is `clean`: no child runs on it.
     """
     if vitals.used_bytes is None:
         return None
@@ -381,9 +399,10 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time between two readings in which a counter of seconds rose.
+    """Return by which fraction of the time between two readings a counter of seconds rose.
 
-    Return 0 if it is unknown.
+    `counter` is the name of a field of `Vitals`. Return 0 if the device doesn't report it or there
+    is no earlier reading.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -1,8 +1,11 @@
 """Determines a layout's child processes, their build commands, and which idle children to kill.
 
-Idle children are killed to free memory. PyTorch's children release their cache while they are idle,
-and report how much they keep. TensorFlow's allocator never releases memory, so an idle child still
-holds its peak, and somewhat more.
+Idle children are killed to free memory for others. PyTorch's children release their cache while
+they are idle, and report how much memory they still hold. TensorFlow's allocator never releases
+memory, so an idle child still holds its peak, and somewhat more.
+
+In this module, `key` is a layout without its sizes (`Layout.children`), which
+determines the children.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ MOST_HELD = 256  # most sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return the engine that synchronizes a split over these devices.
+    """Return the name of the engine that synchronizes the devices of a split, such as "ddp".
 
-    Return an empty string for a layout that isn't a split.
+    Return "" for a layout that isn't a split.
     """
     if not key.traits.together:
         return ""
@@ -46,7 +49,10 @@ def choose_engine(resolved: Job, key: Layout) -> str:
 
 
 def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
-    """Return the engine of a group of devices that train together."""
+    """Return the name of the engine that synchronizes these devices when they train together.
+
+    For simulated devices, it is the requested engine.
+    """
     engine = resolved.request.engine
     if resolved.framework == "torch":
         return "ddp"
@@ -59,12 +65,12 @@ def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
 
 
 def runs_in_one_process(resolved: Job, key: Layout) -> bool:
-    """True if one process drives all devices of the group."""
+    """True if one process drives all devices of the layout."""
     return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
 
 
 def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
-    """Return the devices of each child, in rank order."""
+    """Return one list of devices for each child of the layout, in rank order."""
     devices = [resolved.devices[i] for i in key.active]
     if key.traits.side_by_side and key.placement == "logical":
         devices = [_split_memory(device, key.processes) for device in devices]
@@ -78,10 +84,11 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return the positions of a group's ranks.
+    """Return the mapping of a group's ranks to positions of devices.
 
-    `busy_cores` has the cores that a step keeps busy, by position. All threads count as busy for
-    positions that no solo probe has measured.
+    `environments` has the environment of each child. `busy_cores` has the number of cores that a
+    step keeps busy, by position. For a position that no solo probe has measured, all threads
+    count as busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -102,10 +109,11 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return the build command of each child.
+    """Return one build command per child.
 
-    The ranks of a group rendezvous at `peers`, which has one address (or file) per rank; without
-    `peers`, the children don't form a group.
+    `assigned` and `environments` have the devices and the environment of each child. The ranks of a
+    group rendezvous at `peers`, which has one address (or file) per rank; if it is empty, the
+    children don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -147,7 +155,7 @@ def build_commands(
 def find_workers(knobs: Sequence[str]) -> int | None:
     """Return the number of loader worker processes that a knob such as `workers4` sets.
 
-    Return None if no knob sets it.
+    Return None if none of the knobs sets it.
     """
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
@@ -158,10 +166,10 @@ _held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return free ports on an address of this machine, for servers that set SO_REUSEADDR.
+    """Return `count` free ports at an address of this machine, for servers that set SO_REUSEADDR.
 
-    The ports stay bound, so that the system gives them to no other program before the servers
-    start.
+    The ports stay bound by this process, so that the system gives them to no other program before
+    the servers start.
     """
     ports = []
     for _ in range(count):
@@ -176,10 +184,7 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device, limited to the fraction of its memory for one logical device.
-
-    There are `processes` logical devices with equal fractions.
-    """
+    """Return a device limited to an equal part of its memory, for one of `processes` trainings."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -188,9 +193,10 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its full speed to which a CPU slice is slowed by spinning.
+    """Return the fraction of its full speed at which a device should compute.
 
-    Return 1 for GPUs, because their driver limits them.
+    CPU slices with a limit are slowed by spinning. Return 1 for GPUs, because their
+    driver limits them.
     """
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
@@ -199,14 +205,17 @@ def _compute_share(device: Device) -> float:
 def _framework_limit(framework: str, device: Device) -> int | None:
     """Return the memory cap in bytes that the workload must set itself; None if there is none.
 
-    For CPU slices, the caps of TensorFlow and PyTorch are set from outside.
+    For CPU slices, the memory of TensorFlow and PyTorch is capped from outside.
     """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """The positions of a group's ranks among the devices of the request."""
+    """The mapping from the ranks of a group to positions of devices in the request.
+
+    It also has what is known about the ranks' processes: their threads and busy cores.
+    """
 
     # in rank order or, for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
@@ -217,7 +226,10 @@ class RankMap(msgspec.Struct, frozen=True):
 
     @property
     def unique_positions(self) -> tuple[int, ...]:
-        """The positions without duplicates, in rank order."""
+        """The positions without duplicates, in rank order.
+
+        Trainings side by side have the same position several times.
+        """
         return tuple(dict.fromkeys(self.positions))
 
 
@@ -231,9 +243,10 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """The memory that processes were seen to hold, by position and rows per pass.
+    """Decides which idle children must be killed to make room for others.
 
-    It decides which idle children must be killed to make room.
+    It is based on the memory that processes were seen to hold, by position and rows per pass.
+    `available_bytes` returns the free memory of the host that has least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
@@ -244,7 +257,10 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """Return the bytes that an idle process still holds if its peak was `peak_bytes`."""
+        """Return the bytes that a process on a device still holds while it is idle.
+
+        `position` is the device's position, and `peak_bytes` is the process's peak.
+        """
         return (
             round(peak_bytes * KEPT)
             if find_backend(self._devices[position].kind).own_memory
@@ -252,7 +268,7 @@ class MemoryBudget:
         )
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
-        """Record that a process held `held_bytes` for passes of `rows` rows."""
+        """Record that a process held `held_bytes` for passes of `rows` rows on a device."""
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
@@ -260,9 +276,10 @@ class MemoryBudget:
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Return the idle groups to kill before these probes start.
+        """Return the idle groups whose children must be killed before these probes start.
 
-        Groups that will run the probes are kept.
+        `idle` has the bytes that each idle group holds, by position. Groups that will run the
+        probes aren't returned.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
@@ -290,9 +307,9 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return an upper bound on the bytes for passes of `rows` rows; None if unknown.
+        """Return an upper bound on the bytes that passes of `rows` rows need; None if unknown.
 
-        It is computed from the memory that processes held for other passes. Memory grows at most in
+        It is computed from the memory that processes held for other passes, which grows at most in
         proportion to the rows.
         """
         peaks = self._peaks.get(position, {})
@@ -303,9 +320,10 @@ class MemoryBudget:
     def _is_tight(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU has too little memory for a child that needs `need` bytes.
+        """True if a GPU has too little memory for a child beside the idle children.
 
-        Idle children hold a part of the memory. An unknown need counts as the whole memory.
+        The child needs `need` bytes; None (unknown) counts as the whole memory. `wanted` are the
+        groups that will run.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

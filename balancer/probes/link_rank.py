@@ -1,8 +1,8 @@
 """One rank of a link measurement: it joins the other ranks, runs all-reduces and checks sums.
 
-A command names the ranks that take part in an all-reduce. Run as a program. Commands and replies
-are JSON Lines on standard input and output; the output of libraries goes to standard error. The
-program exits when its standard input ends.
+This module runs as a program. Its commands and replies are JSON Lines on standard input and output;
+the output of libraries goes to standard error. A command names the ranks that take part in an
+all-reduce. The program exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Join the other ranks through this rendezvous file."""
+    """A command to rendezvous with the other ranks through a file.
+
+    `world` is the number of ranks.
+    """
 
     file: str
     rank: int
@@ -30,23 +33,24 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Measure an all-reduce between these ranks, including this one."""
+    """A command to measure an all-reduce between the ranks `members`, which include this rank."""
 
     members: tuple[int, ...]
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The framework is imported."""
+    """The first message of a rank: the framework is imported, and it waits for commands."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have joined."""
+    """The reply to `Join`: all ranks have joined."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """The measured all-reduce.
+    """The reply to `Sum`: the measured latency and speed of the all-reduce.
 
-    The fields are those of `evener.torch.sums.link.LinkSums`; `wrong` describes an incorrect sum.
+    The fields are those of `evener.torch.sums.link.LinkSums`. `wrong` describes an incorrect sum;
+    "" if all were correct.
     """
 
     latency_seconds: float
@@ -55,7 +59,7 @@ class Summed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The command raised an exception."""
+    """The reply to a command that raised an exception."""
 
     error: str
 
@@ -88,14 +92,17 @@ def main() -> None:
 
 
 class LinkRank:
-    """Executes the commands of this process's rank."""
+    """Executes the commands for this process's rank."""
 
     def __init__(self) -> None:
         self._member: LinkMember | None = None
         self._rank = 0
 
     def execute(self, command: LinkCommand) -> LinkReply:
-        """Execute one command. Raises ValueError for an all-reduce before the ranks have joined."""
+        """Execute one command, and return the reply.
+
+        Raises ValueError for an all-reduce before the ranks have joined.
+        """
         from evener.torch.sums.link import LinkMember
 
         if isinstance(command, Join):

@@ -1,9 +1,9 @@
 """Measures the links between devices by all-reduces between each pair and between all devices.
 
 The links are measured first with default settings, then with some of NCCL's transports disabled.
-Each rank has its own process and each answer has a deadline, so an all-reduce that hangs is
-reported with its devices, and the rest is still measured. A pair that hangs or gets wrong sums is
-tried again with the variables that disable transports, to find the variable with which it works.
+Each rank has its own process and each reply has a deadline, so if an all-reduce hangs, its devices
+are reported and the rest is still measured. A pair that hangs or gets wrong sums is measured again
+with environment variables that disable transports, to find the variables with which it works.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STORED = {"transport": "way", "remedy": "cure", "ranks_met": "met"}
 class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
     """One measurement of an all-reduce between devices over one transport.
 
-    Rate and latency are 0 if the all-reduce failed.
+    Rate and latency are 0 if the all-reduce failed. `detail` says how it failed.
     """
 
     devices: tuple[str, ...]  # labels
@@ -66,7 +66,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """The verb phrases for a rank's task in a message."""
+    """The task that a rank was doing, as two verb phrases for messages."""
 
     verb: str
     past: str
@@ -78,7 +78,7 @@ END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """A rank failed, or didn't answer in time."""
+    """A rank failed or didn't reply in time, so the all-reduce couldn't be measured."""
 
     def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
@@ -87,7 +87,7 @@ class LinkError(Exception):
         self.ranks_met = ranks_met  # True if the ranks had joined before the error
 
     def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
-        """Return the failed measurement of these devices."""
+        """Return the failure as a measurement of the devices with these labels."""
         return LinkMeasurement(
             labels, transport, self.outcome, detail=self.detail, ranks_met=self.ranks_met
         )
@@ -100,7 +100,8 @@ def measure_links(
 ) -> tuple[LinkMeasurement, ...]:
     """Measure every pair of devices and all devices together, over each of their transports.
 
-    `report` is called after each measurement, before a remedy for a failed one is sought.
+    `program` is the command that runs a rank. `report` is called after each measurement, before a
+    remedy for a failed one is sought.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -123,8 +124,7 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return environment variables with which an all-reduce between these devices works.
 
-    For example, NCCL_P2P_DISABLE=1. The sums must be correct. Return an empty string if no
-    transport gives correct sums.
+    For example, NCCL_P2P_DISABLE=1. Return "" if no setting gives correct sums.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -137,9 +137,9 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def name_path(devices: Sequence[Device]) -> str:
-    """Return the name of the slowest path between two of these devices.
+    """Return the name of the slowest path between two of these devices, such as NVLink.
 
-    Return an empty string if a path is unknown, as between hosts.
+    Return "" if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -150,7 +150,7 @@ def name_path(devices: Sequence[Device]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Return environment variables as in a shell command: NAME=value, separated by spaces."""
+    """Return environment variables for a shell command: NAME=value, separated by spaces."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
@@ -160,9 +160,9 @@ def _measure_by(
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
-    """Measure each set of devices over one transport, in the same processes.
+    """Measure each set of devices over one transport, with the same processes.
 
-    After a failure, each remaining set gets new processes.
+    `sets` has the positions of each set. After a failure, each remaining set gets new processes.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -194,7 +194,10 @@ def _measure_by(
 def _try_alone(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Measure a set of devices in new processes."""
+    """Return the measurement of one set of devices, made with new processes.
+
+    `labels` are the devices' labels.
+    """
     group: LinkGroup | None = None
     try:
         group = LinkGroup(devices, TRANSPORTS[transport], program)
@@ -219,9 +222,10 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """One process on each device, joined in one group.
+    """A group with one process on each device, which measures all-reduces between them.
 
-    Raises LinkError if the processes can't join. `close` must be called in any case.
+    `variables` are added to the environment of the processes. Raises LinkError if the processes
+    can't join. Call `close` to kill them.
     """
 
     def __init__(
@@ -250,10 +254,10 @@ class LinkGroup:
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the highest latency and lowest rate that these ranks measured in an all-reduce.
+        """Return the highest latency and the lowest rate that the ranks measured in an all-reduce.
 
-        `wrong` in the result describes the first incorrect sum, and is empty if there is none.
-        Raises LinkError if a rank fails or doesn't answer.
+        `members` are the ranks that take part. `wrong` in the result describes the first incorrect
+        sum; "" if there is none. Raises LinkError if a rank fails or doesn't reply.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))
@@ -279,10 +283,11 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the reply of each rank within `seconds`.
+        """Return the reply of each rank in `members`, which must arrive within `seconds`.
 
-        If `late_seconds` is given, the other replies must follow the first one within that time.
-        Raises LinkError, which names the ranks that didn't reply.
+        `kind` is the type of the reply, and `task` names what the ranks are doing. If
+        `late_seconds` is given, the other replies must follow the first one within that time.
+        Raises LinkError if a rank fails, or with the names of the ranks that didn't reply.
         """
         began = time.monotonic()
         until = began + seconds
@@ -322,7 +327,7 @@ def _explain(reply: LinkReply | None) -> str:
 
 
 class _RankProcess:
-    """The process of one rank, with its pipes."""
+    """The process of one rank of a link measurement, with its pipes."""
 
     def __init__(
         self, device: Device, variables: Mapping[str, str], program: Sequence[str]
@@ -350,14 +355,14 @@ class _RankProcess:
         self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
 
     def send(self, command: LinkCommand) -> None:
-        """Send a command. If the process has exited, `receive` returns None."""
+        """Send a command. If the process has exited, `receive` then returns None."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
 
     def receive(self) -> LinkReply | None:
-        """Return the reply that has begun to arrive.
+        """Return the next reply, of which at least a part has arrived.
 
         Return None if the process has exited or has written something else.
         """
@@ -372,12 +377,12 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the process and everything it started. Safe if the process has already exited."""
+        """Kill the process and everything it started. Does nothing if the process has exited."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Reap the process and close its pipes."""
+        """Wait until the process has exited, and close its pipes."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,6 +1,6 @@
 """Runs one probe on running children: first step, warm-up and timed blocks.
 
-The probe ends when the `BlockTimer` requests no more blocks.
+The probe ends when its `BlockTimer`, which decides how long to measure, requests no more blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONGEST_PACK_SECONDS = 2.0
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """The seconds that each phase may take before the child is considered hung."""
+    """The time in seconds that each phase may take before a child is considered hung."""
 
     # seconds each for the imports of a framework from a slow disk, and for the model
     build: float = 600.0
@@ -58,7 +58,10 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """Return the command that makes the ranks prepare a layout."""
+    """Return the command that makes the ranks prepare a layout.
+
+    The layout's sizes are put in the order of the ranks' devices.
+    """
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -76,7 +79,10 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
 
 
 class ProgressReporter:
-    """Reports the progress of one probe, no more often than a display needs."""
+    """Reports the progress of one probe to `report`, at most once every `REPORT_SECONDS`.
+
+    `now` returns the time on the session's clock.
+    """
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -85,28 +91,32 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase. A new phase is always reported."""
+        """Begin a phase, such as "measuring". A new phase is always reported at once."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Store the latest rate (samples per second) and its relative error.
+        """Store the samples per second and the relative half-width of their interval.
 
-        They are reported if a report is due.
+        Both are None before they are known. They are reported at once if a report is due, and
+        otherwise with the next report.
         """
         self._latest = rate, relative
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report where a child was when it was stopped. `note` has details."""
+        """Report in which phase a child was stopped, and at which line of the user's code.
+
+        The line is taken from the child's `stack`, and `note` is appended to it.
+        """
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
         self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the last values again with the elapsed time, if a report is due."""
+        """Report the latest values again, with the time spent in the phase, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -119,8 +129,9 @@ class ProgressReporter:
 class Measurement:
     """Measures one probe on one group of children.
 
-    With `closer`, the step is also measured without input and, on GPUs, without waiting for the
-    host. Raises GroupError if a child fails, and StoppedError if the session stops.
+    If `closer`, the step is also timed without input and, on GPUs, without waiting for the host, to
+    find what limits it. `monitor` reads the drivers. `row_tokens` is the mean number of tokens per
+    row; 0 if rows have no lengths. `idle` has the vitals of unused devices.
     """
 
     def __init__(
@@ -160,11 +171,12 @@ class Measurement:
         warm_up_share: int,
         short_bytes: tuple[int, ...],
     ) -> Timed:
-        """Time the probe.
+        """Prepare the layout, warm up, time the blocks, and return the result.
 
         If `warm_up_share` isn't 0, another step runs first, with half of each share but at most
-        `warm_up_share` rows. `started` is the monotonic clock's time at the start of the probe.
-        `short_bytes` has the memory that other processes held then, by position.
+        `warm_up_share` rows. `started` is the time of the monotonic clock at which the probe
+        started. `short_bytes` has the bytes of each device's memory that other processes held at
+        that time. Raises GroupError if a child fails, and StoppedError if `stop` is set.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)
@@ -203,11 +215,12 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the step's time without input and, on GPUs, without a slow host.
+        """Measure how long the step takes without input and, on GPUs, without a slow host.
 
-        The step is timed on a kept batch if input takes a noticeable part of the step
-        (`LEAST_SHARE`) or its time is unknown. On GPUs, a step that the host has enqueued
-        completely before it starts is also timed.
+        Comparing these times with the usual step shows what limits the training. To measure the
+        first, all ranks reuse one batch; this is skipped if waiting for input takes less than
+        `LEAST_SHARE` of the step. To measure the second, the host enqueues all kernels of a step
+        before the step begins.
         """
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
@@ -226,18 +239,20 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank keep its next batch, or stop keeping one.
+        """Make every rank reuse its next batch in all following steps, or take new batches again.
 
-        Return True if all ranks can.
+        Steps on a kept batch don't wait for input, so their time shows what input costs. Return
+        False if the workload of a rank can't keep a batch.
         """
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the step's time on the kept batch.
+        """Return the duration of a step on the kept batch, with its interval.
 
-        It is measured for a fifth of the probe's seconds, but for at least two steps, after a
-        warm-up of half that time: cores and GPUs that have waited for rows run slower at first.
+        `step_seconds` is the usual duration of a step. The measurement takes a fifth of the probe's
+        time, but at least two steps. It follows a warm-up of half that time, because cores and GPUs
+        that have waited for rows are slower at first.
         """
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -259,9 +274,9 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of cores that a step keeps busy, for a process alone on its cores.
+        """The mean number of cores that a step keeps busy, if the process is alone on its cores.
 
-        It is between 1 and the number of threads; None if unknown.
+        It is between 1 and the number of threads. None if it is unknown.
         """
         if not self._work_seconds:
             return None
@@ -302,7 +317,10 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing with the other processes on each rank's device added to its parts."""
+        """Return the timing, with other processes on the ranks' devices added to its parts.
+
+        Return it unchanged if it has no parts.
+        """
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -321,7 +339,10 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning for the rank whose loss was NaN or infinite first."""
+        """Return a warning that names the device and the step whose loss was NaN or infinite first.
+
+        Return an empty tuple if all losses were finite.
+        """
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -331,10 +352,10 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command to run `steps` steps.
+        """Return the command that runs the next block, of about `steps` steps.
 
-        The trainings of a pack run for the same time instead, so that none of them idles
-        while others finish.
+        The trainings of a pack run for the same time instead of the same number of steps, so that
+        none of them idles while others finish.
         """
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
@@ -344,7 +365,10 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the block of the whole group, which lasts as long as its slowest rank's block."""
+        """Return the measured block of the whole group, from the replies of its ranks.
+
+        It lasts as long as the slowest rank's block.
+        """
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -358,11 +382,11 @@ class Measurement:
         return Block(ran[0].steps, wall, None, self._own_seconds(ran, wall), parts=parts)
 
     def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block of `wall` seconds.
+        """Return each rank's compute time (own work) in a block that took `wall` seconds.
 
-        If ranks report how long they waited, it is the time without waiting. Otherwise it is CPU
-        time divided by the number of cores that the rank keeps busy. Return nothing if neither is
-        known.
+        If the ranks report how long they waited for other ranks, the compute time is `wall` without
+        that time. Otherwise, on CPU slices, it is the CPU time divided by the number of cores that
+        the rank keeps busy. Return an empty tuple if neither is known.
         """
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall, reply.waited_seconds) for reply in ran)
@@ -374,10 +398,10 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's block.
+        """Return where the time of a rank's block went, such as into input or the optimizer.
 
-        A process that is alone on its CPU counts as idle while none of its threads computes or is
-        ready to compute, and it isn't fetching rows.
+        If the process has its CPU cores to itself, its idle time is the rest of the block, in which
+        no thread computed, waited for a core or fetched rows.
         """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
@@ -392,10 +416,10 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Return the replies with their times scaled to the data's mean number of tokens.
+        """Return the replies, with their times scaled to the data's mean number of tokens per step.
 
-        They are then the times of the same number of steps with that mean, because the random text
-        lengths in a block would add noise.
+        Otherwise the random lengths of the rows in a block would add noise. The times are unchanged
+        if rows have no lengths.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -415,10 +439,11 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of the wall time in which a lone process had all cores it could use.
+        """Return the fraction of a block's time in which a process had all the cores it could use.
 
-        If the kernel doesn't report this, return CPU time divided by wall time for a single thread,
-        which waits for nothing else. Return None if that can't show a disturbance either.
+        The process is the only one of its group. If the kernel doesn't report how long threads wait
+        for a core, return CPU time divided by wall time for a single thread, which waits for
+        nothing else. Return None if neither is possible.
         """
         if not self._ranks.own_cores:
             return None
@@ -433,7 +458,7 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return a pack's block.
+        """Return the measured block of a pack, from the replies of its trainings.
 
         Its time per step is the time of the longest-running training, divided by the mean number of
         steps per training. The longest time is used because a training steps faster while another
@@ -457,9 +482,9 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return values in rank order, sorted by position in the request.
+        """Return a tuple with one value per device of the request, from values in rank order.
 
-        Positions without a rank have None.
+        The value of a device without a rank is None.
         """
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(

@@ -1,6 +1,6 @@
 """The messages between a prober and its children, and stack dumps on a signal.
 
-Each message is one typed and bounded JSON object per line. A child only executes commands. The
+Each message is one line of typed JSON with a maximum length. A child only executes commands. The
 parent decides what to run, for how long, and what an error means. On `STACK_SIGNAL`, a child writes
 its stack to standard error, which shows where a silent child is. `faulthandler` writes it without
 the interpreter's help, so this also works in a child that loops, waits or computes.
@@ -33,7 +33,7 @@ Step = Literal["importing", "loading", "building", "preparing"]
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """Import the framework and build the workload."""
+    """A command to import the framework and build the workload. The reply is `Built`."""
 
     workload: str
     framework: str
@@ -47,11 +47,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches for these shares and run the first step.
+    """A command to make batches for these shares and run the first step.
 
-    `micro` has the rows per pass for each share. If it is empty, each share is one pass. With
-    `costs`, rows are distributed by length, in passes of at most `tokens` padded tokens. With
-    `length`, all rows are padded to that length.
+    The reply is `Prepared`. `micro` has the rows per pass for each share; if it is empty, each
+    share is one pass. With `costs`, rows are distributed by length, in passes of at most `tokens`
+    padded tokens. With `length`, all rows are padded to that length.
     """
 
     shares: tuple[int, ...]
@@ -62,54 +62,70 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """Run `steps` steps repeatedly until `seconds` have passed, as one timed block."""
+    """A command to run `steps` steps as one timed block. The reply is `Ran`.
+
+    They are repeated until `seconds` have passed; with 0, they run once.
+    """
 
     steps: int
     seconds: float = 0.0
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Reuse one batch in all following steps if `kept`, otherwise take new batches again."""
+    """A command to reuse one batch in all following steps.
+
+    Such steps show how fast the training is without waiting for input. If `kept` is False, the
+    command is to take new batches again. The reply is `BatchKept`.
+    """
 
     kept: bool
 
 
 class MeasureLink(msgspec.Struct, frozen=True, tag=True):
-    """Measure an all-reduce between the ranks of this group."""
+    """A command to measure an all-reduce between the ranks of this group.
+
+    The reply is `LinkMeasured`.
+    """
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Measure a device's time for one step.
+    """A command to measure a device's time for one step without waiting for the host.
 
-    The host enqueues the step completely before the device begins it.
+    The host enqueues the whole step before the device begins it. The reply is `TimedOnDevice`.
     """
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
-    """Release unused memory, because no step follows for now."""
+    """A command to release unused memory, because no step follows for now.
+
+    The reply is `MemoryReleased`.
+    """
 
 
 Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | ReleaseMemory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child is running."""
+    """The first message of a child: it is running and waits for commands."""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The workload is built. `facts` are the workload's facts about itself."""
+    """The reply to `Build`: the workload is built.
+
+    `facts` are what the workload reports about itself, such as versions and digests.
+    """
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The first step with the prepared shares has run."""
+    """The reply to `Prepare`: the first step with the shares has run."""
 
     first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """A block has run."""
+    """The reply to `RunSteps`: the measurements of one block of steps."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -133,25 +149,34 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `KeepBatch`. `able` is False if the workload can't keep a batch."""
+    """The reply to `KeepBatch`.
+
+    `able` is False if the workload can't reuse a batch.
+    """
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The speed of the link between the ranks; None if the workload doesn't report it."""
+    """The reply to `MeasureLink`.
+
+    `speed` is None if the workload doesn't measure the link.
+    """
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The seconds that the device took for the step; None if the device has no clock."""
+    """The reply to `TimeOnDevice`: the seconds that the device took for the step.
+
+    They are None if the device has no clock.
+    """
 
     seconds: Seconds | None
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that the child still holds on each of its devices.
+    """The reply to `ReleaseMemory`: the bytes that the child still holds on each of its devices.
 
     They are None if unknown, or if the framework never releases memory.
     """
@@ -160,9 +185,9 @@ class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """A command raised an exception.
+    """The reply to a command that raised an exception.
 
-    `types` are its class and that class's bases, the most derived first.
+    `types` are the names of its class and base classes, the most derived first.
     """
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
@@ -190,12 +215,15 @@ reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def encode_line(message: Command | Reply) -> bytes:
-    """Encode the message as a line."""
+    """Return the message as a line of JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The child has exited. `code` is negative if a signal killed it."""
+    """The child has exited. Its reader adds this message to the inbox.
+
+    `code` is the exit code, negative if a signal killed the child.
+    """
 
     code: int
     cap_share: float = 0.0  # peak memory as a fraction of its cap; 0 without a cap
@@ -205,13 +233,16 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
-    """The child sent something that isn't a valid reply."""
+    """The child sent something that isn't a valid reply; `text` is its beginning."""
 
     text: str
 
 
 class HostLost(msgspec.Struct, frozen=True):
-    """The child's host doesn't answer any more, so the child is lost too."""
+    """The child's host doesn't answer any more, so the child is lost too.
+
+    `text` says what happened to the host.
+    """
 
     text: str
 
@@ -220,9 +251,9 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Parse the reply in a line.
+    """Return the reply in a line.
 
-    Return InvalidReply with the beginning of the line if it isn't valid.
+    If the line isn't a valid reply, return InvalidReply with the beginning of the line.
     """
     try:
         return reply_decoder.decode(text)
@@ -233,8 +264,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 class Stack(msgspec.Struct, frozen=True):
     """The stack of a child's main thread.
 
-    `step`: importing packages, loading (running the user's file), building (calling the user's
-    function), or preparing (anything else).
+    `step` is what it does: importing packages, loading (running the user's file), building (calling
+    the user's function), or preparing (anything else).
     """
 
     step: Step
@@ -243,9 +274,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def read_stack(output: str) -> Stack | None:
-    """Return the newest complete stack of a child's main thread in its output.
+    """Return the newest complete stack of a child's main thread in its standard error.
 
-    Return None if there is none yet.
+    Return None if `output` contains no such stack yet.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

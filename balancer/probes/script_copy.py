@@ -1,4 +1,4 @@
-"""Copies the user's own script to another host.
+"""Copies the user's own script to another host, so that children can run it there.
 
 The copy includes the Python files beside the script, and the packages in its folder.
 """
@@ -19,7 +19,7 @@ LARGEST_BYTES = 64 << 20
 
 
 class ScriptCopy(msgspec.Struct, frozen=True):
-    """A script's files, by their path relative to the script's folder."""
+    """The files of a script, by their paths relative to the script's folder."""
 
     folder: str  # path of the script's folder
     name: str  # the script's file name
@@ -27,7 +27,10 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 
 
 def copy_script(script: Path) -> ScriptCopy:
-    """Read the script and the files beside it. Raises RequestError if they are too large."""
+    """Read the script and the Python files beside it.
+
+    Raises RequestError if they are too large together.
+    """
     script = script.resolve()
     files = {
         str(path.relative_to(script.parent)): path.read_bytes()
@@ -42,16 +45,17 @@ def copy_script(script: Path) -> ScriptCopy:
 
 
 def copy_workload(workload: str) -> ScriptCopy | None:
-    """Read the script of the workload `file.py:function`, and the files beside it.
+    """Read the script of the workload `file.py:function`, and the Python files beside it.
 
-    Return None for a workload that isn't a file.
+    Return None for a workload that isn't a file. Raises RequestError if the files are
+    too large together.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:
-    """Yield the folder's Python files, and the files of its packages."""
+    """Yield the Python files in a folder, and those of its packages."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path
@@ -60,7 +64,7 @@ def _list_sources(folder: Path) -> Iterator[Path]:
 
 
 class WrittenScript:
-    """Writes a script's files to a temporary folder of this host, which `close` removes."""
+    """A copy of a script in a temporary folder of this host, which `close` deletes."""
 
     def __init__(self, script: ScriptCopy) -> None:
         self._script = script
@@ -76,9 +80,12 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return the text with the paths of copies replaced by those of the user's files."""
+        """Return the text with the paths of the copies replaced by those of the user's own files.
+
+        It is used for tracebacks.
+        """
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:
-        """Remove the temporary folder."""
+        """Delete the temporary folder."""
         shutil.rmtree(self._folder, ignore_errors=True)

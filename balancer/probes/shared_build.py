@@ -31,7 +31,10 @@ QUICK = "it was quick"
 
 
 class SharedRecipe:
-    """A built recipe, for any device or group that trains the same workload and settings."""
+    """A recipe: the user's model as a command has built it, before it is moved to a device.
+
+    It suits any device or group that trains the same workload with the same settings.
+    """
 
     def __init__(self, command: Build, recipe: Any) -> None:
         self._key = _key(command)
@@ -44,7 +47,7 @@ class SharedRecipe:
         return _can_share(command) and _key(command) == self._key
 
     def finish(self, setup: WorkerSetup) -> Workload:
-        """Return the workload for a worker's setup."""
+        """Return the workload for a worker's setup, with the model on the worker's device."""
         workload: Workload = self._recipe.finish(setup)
         return workload
 
@@ -52,8 +55,8 @@ class SharedRecipe:
 class BuildChannel:
     """The channel on which a copy of this child may receive requests to fork children.
 
-    `run` is called in these children, with the copy's pid, the descriptor of another such channel
-    and the recipe.
+    `descriptor` is the descriptor of its socket. `run` is called in these children, with the copy's
+    pid, the descriptor of another such channel and the recipe.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class BuildChannel:
         self._run = run
 
     def build(self, command: Build) -> SharedRecipe | None:
-        """Build the command's recipe and leave a copy of this process, if possible.
+        """Build the command's recipe, and leave a copy of this process if that is possible.
 
-        Return None if the command's workload can't be shared. Exceptions of the user's code
-        propagate.
+        If there is no copy, the reason is sent on the channel. Return None if the command's
+        workload can't be shared. Exceptions of the user's code propagate.
         """
         with self._socket:
             setup = command.setup
@@ -88,7 +91,7 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork the copy. Return why that failed; empty if it succeeded."""
+        """Fork the copy. Return "" on success, and otherwise the reason for the failure."""
         gc.collect()
         try:
             pid = os.fork()

@@ -1,7 +1,7 @@
 """Measures simulated devices, with the machine's physics and seeded noise, on a virtual clock.
 
-The timing rules are those for real children, so the intervals have the same meaning. A probe's
-noise depends only on the seed and the probe, never on earlier measurements.
+The timing rules are those for real children, so intervals have the same meaning. A probe's noise
+depends only on the seed and the probe, never on earlier measurements.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LATER = (
 class SimulatedProber:
     """Measures probes on a simulated machine.
 
-    `pace` is the real time per simulated time: 1 takes real time, 0 none. Its clock starts at
-    `start_seconds`. Probes that are still running at `end_seconds` are stopped without an
-    observation.
+    `pace` is the real time per simulated time: with 1, probes take real time, and with 0 none. The
+    virtual clock starts at `start_seconds`. Probes that are still running at `end_seconds` are
+    stopped and have no observation.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class SimulatedProber:
     ) -> Iterator[Observation]:
         """Run all probes at the same time on the virtual clock.
 
-        Yields observations in the order in which the probes end.
+        Yield their observations in the order in which they end. The devices of `finished` probes,
+        which were measured before the run was resumed, count as busy too.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -85,13 +86,13 @@ class SimulatedProber:
                 yield runs[i].seen
 
     def now(self) -> float:
-        """Return the time of the virtual clock in seconds."""
+        """Return the time on the virtual clock in seconds."""
         return self._clock
 
     def facts(self) -> Facts:
-        """Return the facts of the simulated model.
+        """Return the facts about the simulated model.
 
-        The workload's digest is a digest of the machine.
+        The digest of the workload is computed from the machine.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -106,13 +107,13 @@ class SimulatedProber:
         return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
-        """Interrupt a paced wait. There are no children to kill."""
+        """Interrupt `measure` if it is waiting for real time to pass. There are no children."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if `pace` requires it.
+        """Advance the virtual clock to the time `virtual`, waiting for real time if `pace` isn't 0.
 
-        Return False if it was stopped while waiting, or if `virtual` is later than `end_seconds`.
+        Return False if the wait was stopped, or if `virtual` is later than `end_seconds`.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -127,7 +128,10 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """One probe from start to end, with its observation and progress reports."""
+    """One probe on simulated devices, with its observation and its progress reports.
+
+    `busy` are the positions of all devices that run a probe at the same time.
+    """
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -181,7 +185,10 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the memory that tensors can use. In a sharded step, fragments take some of it."""
+        """Return the memory of the device at `position` that tensors can use, in bytes.
+
+        In a sharded step, fragmentation takes a part of it.
+        """
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -189,7 +196,7 @@ class _SimulatedProbe:
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
-        """Return why the simulated machine can't run the layout; empty if it can."""
+        """Return why the simulated machine can't run the layout; "" if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -200,9 +207,9 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the duration of a step and each active device's compute time, without noise.
+        """Return the duration of a step and each device's compute time in it, without noise.
 
-        The compute time is the device's own work in the step; both are in seconds.
+        Both are in seconds. The compute time (own work) is None for a device without rows.
         """
         layout = self._probe.layout
         machine = self._machine
@@ -269,9 +276,10 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the power of each device in watts.
+        """Return the mean power of each device in watts.
 
-        It is None if another probe uses the device, or if it isn't specified.
+        It is None if another probe uses the device, or if the machine doesn't specify it. Return an
+        empty tuple if no power is known.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -287,9 +295,10 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step and each device's part of it while devices are throttled.
+        """Return the durations of a step and of its parts while devices are throttled.
 
-        Each throttled device's part is longer, and the other devices wait for it.
+        `elapsed` is the time since the start of the probe in seconds. A throttled device computes
+        for longer, and the other devices wait for it.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -299,16 +308,20 @@ class _SimulatedProbe:
         return step + max(filter(None, held)) - max(filter(None, parts)), held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the slowdown and position of the most throttled device; -1 if there is none.
+        """Return the lost fraction of speed and the position of the most throttled device.
 
-        The slowdown is the fraction of speed lost.
+        The position is -1 if no device is throttled. `elapsed` is the time since the start of the
+        probe in seconds.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _lost(self, elapsed: float) -> Failed | None:
-        """Return the failure of the probe if one of its devices is lost by then, else None."""
+        """Return the probe's failure if one of its devices is lost by now, and otherwise None.
+
+        `elapsed` is the time since the start of the probe in seconds.
+        """
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -338,7 +351,10 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random relative duration of a block. The noise of its steps averages out."""
+        """Return a random factor for the duration of a block of `steps` steps.
+
+        `noise` is the relative standard deviation of one step. It averages out over the steps.
+        """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

@@ -1,7 +1,7 @@
 """The child process of a probe: builds one workload and runs its steps as commanded.
 
-It runs on its own cores. Run as a program, this module is the fork server, which imports the
-framework and then forks a child for each request.
+The child runs on its own cores. When this module is run as a program, it is the fork server, which
+imports the framework and then forks a child for each request.
 
 The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
 descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
@@ -66,9 +66,10 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    Exit if the process `parent` has already exited. The kernel kills this process when `parent`
-    exits. `shared` is a recipe that a process built before it forked this one. On `channel`, a copy
-    of this process may fork children with the recipe that this one builds.
+    This process exits if `parent`, the pid of the process that forked it, has exited. `shared` is
+    a recipe that the parent has built. `channel` is the descriptor of a channel on which a copy
+    of this process may fork children with the recipe that this process builds; NO_CHANNEL if
+    there is none.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -95,7 +96,11 @@ def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | Non
 
 
 class Worker:
-    """Builds the one workload of this process and executes commands on it."""
+    """Builds the workload of this process, and executes commands on it.
+
+    `building` is the channel for a copy of this process, and `shared` a recipe that was built
+    before this process was forked.
+    """
 
     def __init__(
         self, building: BuildChannel | None = None, shared: SharedRecipe | None = None
@@ -115,7 +120,10 @@ class Worker:
         self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
-        """Execute one command. Raises ValueError if it needs a workload and none is built yet."""
+        """Execute one command, and return the reply.
+
+        Raises ValueError if the command needs a workload and none has been built.
+        """
         match command:
             case protocol.Build():
                 return self._build_workload(command)
@@ -135,14 +143,14 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def report_idle(self) -> None:
-        """Report to the monitor that this process isn't training now."""
+        """Report to the monitor that this process isn't training at the moment."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return the error's class names, text and traceback, and the user's line that raised it.
+        """Return the reply for an exception, with its class names, text and traceback.
 
-        The line is empty if no line of the user's code raised it. The traceback is also printed
-        to standard error.
+        `where` in the reply is the line of the user's code that raised it; "" if there is none. The
+        traceback is also printed to standard error.
         """
         trace = _encodable(
             "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
@@ -159,9 +167,9 @@ class Worker:
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Release the memory of a failed step if it ran out of memory.
+        """Release the memory of a failed step, if the step ran out of memory.
 
-        Return the reply. Its `recovered` is True if this child can continue.
+        Return `reply`. Its `recovered` is True if this child can continue.
         """
         if self._workload is None or not error_is_memory(reply.types, reply.text):
             return reply
@@ -255,11 +263,10 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that used the cores while this process lacked a core.
+        """Return the names of the programs that used the cores while this process lacked one.
 
-        It lacks a core while it is ready to run but has none. Return an empty string if that took
-        less than `NAMED_FROM` of the time. Other processes of this search are recognized by the
-        fork server, which is their common ancestor.
+        Return "" if it lacked a core for less than `NAMED_FROM` of the time. Other processes of
+        this search don't count; they are recognized by their common ancestor, the fork server.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -272,9 +279,9 @@ class Worker:
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss and report the steps to the monitor.
+        """Check the loss after `steps` steps, and report the steps to the monitor.
 
-        Called after the steps, outside their timing.
+        This isn't part of the timed block. `timed` is False if the steps didn't belong to one.
         """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
@@ -289,7 +296,10 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps until the devices have finished them, and return the seconds spent spinning."""
+        """Run `count` steps and wait until the devices have finished them.
+
+        Return the seconds that were spent spinning, which slows a CPU slice to its share of speed.
+        """
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -301,9 +311,9 @@ class Worker:
         """Spin to imitate a slower device, then run a step. Return the seconds spent spinning.
 
         The process spins before the step, because the other ranks of a group then wait for this
-        rank as they would for a slow device. The time depends on the previous step: on its wall
-        time for a lone process, but in a group only on its compute time (own work), because waiting
-        for other ranks isn't slowness.
+        rank as they would for a slow device. The duration depends on the previous step: on its wall
+        time for a single process, but in a group only on its compute time (own work), because
+        waiting for other ranks isn't slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -342,7 +352,7 @@ def _encodable(text: str) -> str:
 def _end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent exits.
 
-    Exit now if the parent has already exited.
+    Exit now if `parent`, a pid, isn't the parent any more.
     """
     die_with_parent()
     if os.getppid() != parent:
@@ -361,9 +371,9 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of standard input and output for the protocol alone.
+    """Return copies of standard input and output that only the protocol uses.
 
-    Afterwards descriptor 0 is empty, and writes to descriptor 1 go to standard error.
+    Afterwards descriptor 0 is empty, and descriptor 1 writes to standard error.
     """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -374,7 +384,10 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines as they arrive. Call `idle` after `IDLE_SECONDS` without a line."""
+    """Yield the lines of a stream as they arrive.
+
+    Call `idle` once no line has arrived for `IDLE_SECONDS`.
+    """
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -385,7 +398,9 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`, to imitate a slower core. Return the actual seconds."""
+    """Keep the core busy for `seconds`, to imitate a slower core. Return the actual
+    time in seconds.
+    """
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
