@@ -1,8 +1,8 @@
 """Chooses the recommendation of a verdict.
 
-It recommends one device, equal shares without a plan, the plan, another measurement, or fixing the
-user's code first. Of layouts that are equally fast, the simplest is recommended, whichever of them
-the search chose.
+It is one of: use one device, use equal shares without a plan, train with the plan, measure again,
+or fix the user's code first. If layouts are equally fast, the simplest is recommended, even if the
+search chose another one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """Return the recommendation, based on all other fields of the verdict."""
+    """Return the recommendation that follows from all other fields of the verdict."""
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
 
@@ -47,7 +47,10 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return why to measure again first; empty if the measurements suffice."""
+    """Return the reason to measure again before deciding; "" if the measurements suffice.
+
+    The reason is the code of a doubt, "uncertain" or "uncompared".
+    """
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
             return code
@@ -59,9 +62,9 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if time ran out before uneven shares could be compared with simpler layouts.
+    """True if time ran out before uneven shares were compared with any simpler layout.
 
-    Simpler layouts are equal shares and one device.
+    The simpler layouts are equal shares and one device.
     """
     if verdict.chosen.kind != "other_shares":
         return False
@@ -70,10 +73,10 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the single device that is as fast as a plan of several devices; None if there is none.
+    """Return the one device that is as fast as a plan of several devices; None if there is none.
 
-    Its batch is the plan's, or a smaller one if the user set no batch. Return None also if the
-    speeds of the two may differ by much.
+    It was measured at the plan's batch, or at a smaller one if the user set no batch. Return None
+    also if the two could differ by more than a few percent.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

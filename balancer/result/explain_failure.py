@@ -1,6 +1,6 @@
 """Builds the error for a session that ended without a plan.
 
-The error says what failed, what doesn't fit, or that the budget was too short.
+The error says what failed, what doesn't fit in memory, or that the budget was too short.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ REMEDY = "Fix what failed, free memory, or choose another workload or other devi
 def explain_no_plan(
     record: JournalContents, belief: Belief, end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run without a plan.
+    """Return the error for a run that ended without a plan.
 
-    It is built from the run's observations, the search's predictions for the devices, and the
-    reason why the run ended.
+    `record` is the content of the run's journal, `belief` is what the search predicts for each
+    device, and `end` is the reason why the run ended. The error is a DeviceError if no device
+    could be used.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -53,7 +54,10 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str]
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run whose devices have failed, with remedies."""
+    """Return the error for a run whose devices have failed, with a remedy.
+
+    `failures` describes the failures.
+    """
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -68,14 +72,14 @@ def _explain_failures(
 
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
-    """True if every probe failed because its device couldn't be used."""
+    """True if all probes failed because their devices couldn't be used."""
     return all(isinstance(one, Failed) and one.cause == "device" for one in seen)
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """True if every observation is the same exception.
+    """True if all probes raised the same exception.
 
-    The cause is then neither a single device nor its memory.
+    Then neither one device nor its memory can be the cause.
     """
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
     errors = {strip_location(one.detail) for one in raised}
@@ -83,9 +87,10 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the end of an error message, which says where the workload's function is defined.
+    """Return the place where the workload's function is defined, as the end of an error message.
 
-    It is for an error that names no line of the user's code, such as an error inside a layer.
+    Return "" if the message `why` already names a line of the user's file, or if the file
+    can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -102,7 +107,7 @@ def _find_maker(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: JournalContents) -> Iterator[str]:
-    """Explain why the model can't be trained in shards either, if shards were tried."""
+    """Yield why the model can't be trained in shards either, if shards were tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
     full = _active(tried, OutOfMemory) - _active(tried, Timed)
@@ -117,7 +122,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _explain_state(state: ModelState, memory_bytes: int) -> str:
-    """Explain that the model can't be sharded either, if its state exceeds the devices' memory.
+    """Return a clause that says that the sharded state exceeds the devices' memory.
 
     `memory_bytes` is the memory of all devices together.
     """
@@ -129,12 +134,12 @@ def _explain_state(state: ModelState, memory_bytes: int) -> str:
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of the devices whose probes had this outcome."""
+    """Return the positions of all devices of the probes that had this outcome."""
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run that was stopped, or whose search or budget ended.
+    """Return the error for a run in which nothing failed: it was stopped, or its budget ran out.
 
     `ran` is True if something was measured.
     """
@@ -164,10 +169,10 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return the phases before measuring in which probes are still running.
+    """Return the phases before the timed steps in which probes are still running.
 
-    Each phase has its devices, the longest time spent in it, and the line of the user's code if
-    it is known.
+    `running` are the latest reports of these probes. Each phase has the labels of its devices, the
+    longest time spent in it, and the line of the user's code if it is known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -189,10 +194,10 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and its object.
+    """Return the phase as the user knows it, and what is imported or built in it.
 
-    The object is the workload, or the function that builds the workload. A workload without a
-    function of the user's is prepared, not built.
+    That is the workload, or the function that builds it. A built-in workload has no function of the
+    user's, so it is prepared, not built.
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
@@ -202,7 +207,10 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Describe each device's smallest failure, or the one failure that all devices share."""
+    """Return one clause per failed device, about its failure with the fewest rows.
+
+    If all devices failed for the same reason, return a single clause.
+    """
     smallest = _find_smallest(seen)
     positions = sorted(smallest)
     failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
@@ -214,7 +222,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """Return for each device's position the failure with the fewest rows in a pass."""
+    """Return each device's failure with the fewest rows in a pass, by position."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
         if isinstance(one, Timed):
@@ -235,7 +243,10 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return a clause after "failed" with the phase: while warming up: ValueError."""
+    """Return what follows "failed" in a sentence, such as ` while warming up: ValueError`.
+
+    `why` is the reason, which may begin with the phase.
+    """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
@@ -247,7 +258,10 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a fixed global batch that is too large for the devices."""
+    """Return the error for a fixed global batch that is too large for the devices.
+
+    `largest` has the largest batch of each device, by position.
+    """
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

@@ -1,4 +1,4 @@
-"""Builds the verdict of a search from its report, its record and the reason it ended."""
+"""Builds a search's verdict from the search's report, the run's journal and why the run ended."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why and when a run ended, and which phases were unfinished then.
+    """Why and when a run ended, and which phases of probes were unfinished at that time.
 
-    The time is in seconds on the run's clock.
+    `seconds` is the time on the run's clock.
     """
 
     end: End
@@ -75,17 +75,21 @@ class SearchEnd(msgspec.Struct, frozen=True):
 
     @property
     def why_stopped(self) -> str:
-        """The reason as text."""
+        """The reason why the run ended, as text."""
         return self.end.words
 
     @property
     def late(self) -> bool:
-        """True if the budget ended the run."""
+        """True if the run ended because its budget was used up."""
         return self.end.stop in (Stop.BUDGET, Stop.LATE)
 
 
 def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verdict:
-    """Return the verdict of a run."""
+    """Return the verdict of a run.
+
+    `record` is the content of its journal, `report` the result of its search, and `end` the reason
+    why it ended.
+    """
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
@@ -146,7 +150,10 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """Return the chosen layout as data, with its description."""
+    """Return the chosen layout in the form of the verdict.
+
+    `labels` are the labels of all devices.
+    """
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -166,7 +173,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """Return a layout's kind, as the verdict describes it."""
+    """Return what the verdict calls a layout of this family, such as "sharded"."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -180,7 +187,10 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the samples/s of a layout, and its tokens/s if rows have lengths."""
+    """Return samples/s in the form of the verdict, with tokens/s if rows have lengths.
+
+    `interval` has the samples/s of the layout.
+    """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
@@ -190,9 +200,9 @@ def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices of the request take equal shares in one pass without knobs.
+    """True if a layout is plain data parallelism, the default of frameworks.
 
-    This is plain data parallelism.
+    All devices of the request then have equal shares, in one pass, without knobs.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -201,9 +211,10 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch.
+    """Return each device's fraction of a batch's rows.
 
-    If rows are assigned by cost, return each device's fraction of the batch's cost instead.
+    If rows are assigned by cost, return each device's fraction of the batch's cost instead, for
+    rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -213,16 +224,17 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
     """Return each device's fraction of a batch's cost if all devices finish at the same time.
 
-    It is computed for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
+    `costs` are the cost models of the devices; None for an unused one. The fractions are computed
+    for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step in which the busiest device waits; None if it wasn't measured.
+    """Return the fraction of a step in which the busiest device waits for others or for data.
 
-    The device waits for other devices or for data.
+    It is the mean over the measurements `seen`. Return None if a device's compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(one.step_seconds <= 0 for one in seen):
@@ -233,14 +245,15 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the mean fraction of the computed tokens that is padding; 0 without measurements."""
+    """Return the mean fraction of computed tokens that is padding; 0 if `seen` is empty."""
     return fmean([one.padding for one in seen] or [0.0])
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the gap between the longest and the shortest compute time (own work) of devices.
+    """Return the gap between the longest and the shortest compute time (own work) of the devices.
 
-    It is relative to the longest. Return None if it wasn't measured.
+    The gap is divided by the longest time, and averaged over the measurements `seen`. Return None
+    if a compute time is unknown.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -249,7 +262,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute time of each device with rows, for each measurement.
+    """Return one list per measurement, with the compute time of each device that computes rows.
 
     Return None if any of these times is unknown.
     """
@@ -262,9 +275,9 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Return each device alone, at the plan's batch if possible.
+    """Compare each device alone with the plan, at the plan's batch if possible.
 
-    A device that didn't run alone at the plan's batch is returned at its fastest batch. If the plan
+    A device that didn't run alone at the plan's batch is compared at its fastest batch. If the plan
     is one device, that device has the plan's samples/s.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
@@ -285,7 +298,10 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 
 def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
-    """Compare a device alone with the chosen layout, which may be the same device."""
+    """Return the comparison of a device alone with the chosen layout.
+
+    If `one` is the chosen layout itself, it has the chosen layout's samples/s.
+    """
     interval = chosen.throughput if one.layout == chosen.layout else one.throughput
     return compare(chosen, Candidate(SOLO, one.layout), interval)
 
@@ -293,10 +309,10 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the rivals of the race, each device alone, and the fastest layout of all.
+    """Return the layouts to compare the plan with, with distinct names, as the verdict has them.
 
-    The fastest layout is left out if it is the plan. The single device with which the plan is
-    compared comes first.
+    They are the rivals of the race, each device alone, and the fastest layout of all unless that is
+    the plan. The single device with which the plan is compared comes first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
@@ -319,11 +335,11 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """Return the single device to compare the plan with.
+    """Return the single device to compare the plan with; None if there is none.
 
-    It is the device that was raced, unless another device had more samples/s at the same batch and
-    no more than the plan. A device with more samples/s than the plan doesn't count, because it was
-    measured while the machine was faster.
+    `alone` has all devices alone. It is the device that was raced, unless another device was faster
+    at the same batch but no faster than the plan. A device that was faster than the plan doesn't
+    count, because it was measured while the machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -337,14 +353,14 @@ def _choose_single(
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """Return the rivals that use one device without changed knobs."""
+    """Return the rivals that use one device and no knobs."""
     return [one for one in rivals if one.family and one.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the layout with the highest samples/s at the requested batch, if faster than the plan.
+    """Return the layout with the most samples/s at the requested batch, compared with the plan.
 
-    Return nothing if that layout is already `known`.
+    Return an empty list if that layout is among the `known` ones, or isn't faster than the plan.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -362,9 +378,10 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return a rival, a layout that was compared with the plan, in the verdict's form.
+    """Return a rival, a layout that was compared with the plan, as the verdict has it.
 
-    `alone` are the solo layouts with their earlier samples/s.
+    `labels` are the labels of all devices. `alone` are the devices alone, whose samples/s may have
+    been higher than in the race.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -398,9 +415,9 @@ def _describe_rival(
 
 
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout with more samples/s than the plan isn't the plan.
+    """Return why a layout that is faster than the plan isn't the plan.
 
-    Return None for a slower layout, and for a layout whose samples/s are too uncertain.
+    Return None for a slower layout, and for a layout whose samples/s are too uncertain to tell.
     """
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
@@ -418,10 +435,11 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than one device.
+    """Return why the best split is slower than the plan, if the plan is one device.
 
     The cause is synchronization, or time that a smaller share doesn't reduce. If neither explains
-    the loss, return the known times without a cause.
+    the loss, the result has the measured times and no cause. Return None if the split isn't
+    certainly slower or no times are known.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -442,7 +460,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if the chosen layout is certainly faster than the split."""
+    """True if a split is slower than the chosen layout, and the two don't tie."""
     return not split.tie and split.gain >= 0
 
 
@@ -450,10 +468,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why several devices reach much less than the sum of each device alone.
+    """Return why the plan is much slower than the samples/s of all devices alone, added up.
 
-    Return None if they don't, if a device wasn't measured alone, or if the training waits for rows
-    or cores.
+    Return None if it isn't much slower or a device wasn't measured alone. Return None also if
+    `limits` contain waiting for rows or cores, because that explains it.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -475,9 +493,10 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause of the time that a step loses.
+    """Return the cause of the `lost` seconds of a step.
 
-    It is the longest share's small batch, the exchange of gradients, or both together.
+    `by_share` are the seconds that the largest share loses because its batch is small, and
+    `by_exchange` those that synchronization takes. A cause must explain most of the loss.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -489,10 +508,10 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each working device that has no part in the plan, with a reason.
+    """Yield each device that works but has no share in the plan, and why.
 
-    The reason is the fastest split that uses the device, or why no such split was measured near the
-    plan's batch.
+    The reason is the speed of the fastest split that uses the device, or that no such split was
+    measured near the plan's batch.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -520,7 +539,10 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the splits that use a device, with at least half of the plan's batch."""
+    """Return the splits that use the device at `position`.
+
+    Splits with less than half of the plan's batch are left out.
+    """
     least = report.chosen.layout.global_batch / NEAR
     splits = [one for one in report.results if one.layout.traits.together]
     near = [one for one in splits if one.layout.global_batch >= least]
@@ -528,13 +550,19 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the first split among the compared layouts."""
+    """Return the first split that could be compared with the plan; None if there is none.
+
+    The rivals are sorted, best first.
+    """
     splits = [one for one in rivals if one.family and one.layout.traits.together and one.compared]
     return splits[0] if splits else None
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """True if one device of several was chosen, and no split near its batch ran."""
+    """True if one device of several was chosen, and no split was measured near its batch.
+
+    `devices` is the number of devices.
+    """
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [one for one in rivals if one.family and one.layout.traits.together]
@@ -542,10 +570,10 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices that compute bfloat16 without hardware support.
+    """Return the labels of the plan's devices that have no hardware for bfloat16.
 
-    Return nothing if no other device of the plan has that support, or if the training uses another
-    type.
+    Return an empty tuple if no device of the plan has such hardware, or if the training
+    uses another type.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -561,7 +589,10 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the chosen layout's value of the objective, if the objective overruled speed."""
+    """Return the chosen layout's value of the objective, if the objective may cost speed.
+
+    Return None for an objective that chooses by speed, or if the value is unknown.
+    """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
     def value(one: Result) -> float:
@@ -579,7 +610,10 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Yield each layout of the race that failed or ran out of memory."""
+    """Yield each layout of the race that failed or ran out of memory.
+
+    `devices` is the number of devices.
+    """
     for candidate, seen in report.failed:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -589,7 +623,10 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield families that were requested but aren't compared because rows are assigned by cost."""
+    """Yield the requested families that aren't compared because rows are assigned by cost.
+
+    These families, such as packs, train by numbers of rows.
+    """
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -598,7 +635,10 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield layouts for which the budget left no time, with a budget that should suffice."""
+    """Yield the layouts for which the budget left no time, with a budget that should be enough.
+
+    `devices` is the number of devices. Yield nothing if the run was interrupted or has no budget.
+    """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
         return
@@ -610,10 +650,10 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 
 
 def _name_missing(one: Candidate, devices: int) -> str:
-    """Return the name of a layout that wasn't measured.
+    """Return the name of a layout that wasn't measured, for a message.
 
-    The name of an even split includes its devices, because the plan may be an even split over fewer
-    devices.
+    The name of an even split has its number of devices, because the plan may be an even split
+    over fewer devices.
     """
     if one.family.equal_shares and len(one.layout.active) == devices:
         over = "both" if devices == 2 else f"all {devices}"
@@ -622,7 +662,10 @@ def _name_missing(one: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, each with the smaller layout measured instead."""
+    """Return the layouts that ran out of memory, with the smaller layouts measured instead.
+
+    `devices` is the number of devices.
+    """
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -640,9 +683,9 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return the budget if it ended before any split was tried, else None.
+    """Return a note that the budget ran out before any split was tried; None if one was tried.
 
-    The result has the seconds that starting processes took, and a budget that should suffice.
+    The note has the seconds that starting processes took, and a budget that should be enough.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
@@ -657,9 +700,9 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that a chosen split doesn't use, and why.
+    """Yield the hosts that the chosen split doesn't use, and how much slower a split with them is.
 
-    Hosts are yielded only if a split over more hosts was measured to be slower.
+    Yield nothing if no split over more hosts was measured to be slower.
     """
 
     def list_hosts(layout: Layout) -> list[str]:

@@ -1,6 +1,6 @@
-"""Relates the choice of a batch to learning.
+"""Relates the choice of a batch to learning: larger batches may need more samples.
 
-It uses the noise scale of an earlier training if that is known.
+The effect is known if the noise scale of the gradient was measured in an earlier training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return the effect of a plan's batch on learning, with a learning rate for it.
+    """Return how the plan's batch affects learning, with a learning rate for it.
 
-    Return None if neither the noise scale nor the script's own batch is known.
+    Return None if neither the noise scale nor the script's own batch is known, or if the plan's
+    layout isn't a single training by shares.
     """
     layout = report.chosen.layout
     scale = request.noise_scale
@@ -46,9 +47,9 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return the effect of the chosen batch on learning, with the measured batches.
+    """Return how many samples the chosen batch is worth, and the same for other measured batches.
 
-    It is relative to the script's `own` batch if that is known.
+    If the script's `own` batch is known, the result also compares the chosen batch with it.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
@@ -67,7 +68,10 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return each measured batch that is faster than all smaller batches, in increasing order."""
+    """Return each measured batch that is faster than all smaller ones, in increasing order.
+
+    Each has its samples/s, and the samples/s in small batches that learn as fast.
+    """
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict
     results = [chosen if one.layout == chosen.layout else one for one in report.results]

@@ -1,7 +1,7 @@
-"""What a plan's measurements show besides samples/s.
+"""Finds what a plan's measurements show besides samples/s.
 
-They show doubts, memory that other processes hold, unused devices, and limits of the user's own
-code.
+They show doubts, memory that other processes hold, devices that can't be used, and limits of the
+user's own code.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return doubts about the chosen layout's own measurements, the worst of each kind.
+    """Return the doubts about the chosen layout's measurements, the worst of each kind.
 
-    A loss that wasn't finite and measurements that differ are reported for any layout. `error`, the
-    relative error over all measurements, decides whether the measurements were too noisy.
+    Two doubts are reported for any layout: a loss that was NaN or infinite, and measurements of one
+    layout that differ. `error` is the relative error of the samples/s; if it is given, it decides
+    whether the measurements were too noisy.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -52,19 +53,19 @@ def find_doubts(
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a doubt is.
+    """Return a number that is larger, the more serious a doubt is.
 
-    A loss that stops being finite is worse the earlier it happens.
+    The earlier a loss was NaN or infinite, the worse.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the layout's own doubts, and losses of any layout that weren't finite.
+    """Yield the doubts of the chosen layout's measurements, and losses that were NaN or infinite.
 
-    For several devices, also yield a rival's disturbance by other work in the race, if most of the
-    rival's blocks were disturbed. Processes that wait for each other can't tell other work from
-    waiting.
+    If the layout uses several devices, rivals in the race that were mostly disturbed by other
+    programs also count. The ranks of a group can't distinguish such a disturbance from waiting for
+    each other, so the rivals' measurements are the evidence.
     """
     for one in seen:
         if isinstance(one, Timed):
@@ -78,9 +79,9 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a warning for two measurements of one layout that differ too much.
+    """Yield a doubt for every two measurements of one layout that differ too much.
 
-    They differ by over 10 % and by more than their intervals. The warning has the gain of the
+    They differ by over 10 %, and their intervals don't overlap. The doubt has the gain of the
     faster one. A slower measurement from the solo stage doesn't count if the faster one is from
     another stage, because the solo stage runs all devices at the same time.
     """
@@ -98,7 +99,7 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
 def describe_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
 ) -> tuple[VerdictDoubt, ...]:
-    """Return the doubts with their devices' labels."""
+    """Return the doubts in the form of the verdict, with labels instead of positions."""
     return tuple(
         VerdictDoubt(
             one.code,
@@ -113,18 +114,18 @@ def describe_doubts(
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """Return each device on which other processes held memory at the start of a probe.
+    """Return the devices on which other processes held memory when a probe began.
 
-    It has the most bytes that they held.
+    Each has the largest number of bytes that they held.
     """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a warning about a layer with statistics over a pass instead of a device's share.
+    """Return a warning if a layer computes statistics over a pass, not over a device's whole share.
 
-    Return None if every share is one pass.
+    `layer` names such a layer; "" if the model has none. Return None if every share is one pass.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
@@ -133,8 +134,8 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """Return the number of rows above which the user's own code raises an exception.
 
-    An error message that occurs only above the rows that ran is a limit of the code. A message that
-    also occurs below isn't. Return None if there is no such limit.
+    An error that occurs only above the numbers of rows that ran shows a limit of the code; one that
+    also occurs below doesn't. Return None if there is no such limit.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -158,7 +159,7 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def strip_location(detail: str) -> str:
-    """Return the error from a failure's detail, without the device, the phase and the file.
+    """Return the error in a failure's detail, without the device, the phase and the file.
 
     A detail is, for example, `GPU:0, warming up: train.py:12: ValueError: why (traceback in FILE)`.
     """
@@ -177,7 +178,7 @@ def find_unequal_devices(
 ) -> UnequalDevices | None:
     """Return the two devices of one product and limit whose speeds alone differ most.
 
-    The speeds are compared at the same batch. Return None if no two differ by at least 25 %.
+    Speeds are compared at the same batch. Return None if no two differ by at least 25 %.
     """
     best: dict[tuple[int, int], float] = {}
     for one in seen:
@@ -199,7 +200,10 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the maximum bytes of each device that other processes held, by position."""
+    """Return the largest number of bytes that other processes held on each device, by position.
+
+    Devices on which they held nothing are left out.
+    """
     most: dict[int, int] = {}
     for one in seen:
         for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
@@ -214,10 +218,10 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Return the devices that can't be used, with the reason.
+    """Return the devices that can't be used, with the reasons.
 
-    Nothing ran on them, or they ran at first and then always failed. A device of the second kind
-    counts only if the plan doesn't use it, or if it was lost.
+    Either nothing ran on such a device, or probes ran at first and then always failed. In the
+    second case, the device is returned only if the plan doesn't use it or if it was lost.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -237,7 +241,10 @@ def find_left_out(
 def _why_left_out(
     one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes a device; None if the device is still used."""
+    """Return why a failure excludes the device at `position`; None if the device can still be used.
+
+    `ran` is True if a probe ran on it before.
+    """
     if not ran:
         return "nothing_ran" if isinstance(one, Failed) else "nothing_fits"
     if not isinstance(one, Failed) or one.devices != (position,):
@@ -250,7 +257,8 @@ def _why_left_out(
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
     """Return a warning if an epoch has fewer than 100 steps, because the model then learns little.
 
-    `rows` is the size of the training data; 0 if unknown.
+    `rows` is the number of rows of the training data; 0 if unknown. Return None if it is unknown
+    or large enough.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

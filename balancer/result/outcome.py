@@ -1,6 +1,6 @@
-"""Builds the outcome of a run from its record and its search's report.
+"""Builds the outcome of a run from its journal and its search's report.
 
-The outcome is the plan with its evidence, and the verdict.
+The outcome is the plan with its evidence (the measured rivals), and the verdict.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ MIB = 1 << 20
 
 
 def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
-    """Return the end of the run, with the plan that its search found."""
+    """Return the event that ends the run, with the plan that its search found and the verdict.
+
+    `record` is the content of the run's journal.
+    """
     header, facts, chosen = record.header, record.facts, report.chosen
     request, knobs = header.request, chosen.layout.knobs
     verdict = judge(record, report, end)
@@ -70,17 +73,21 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it is when read back from a journal, so that both are equal."""
+    """Return the verdict as it will be read back from the journal.
+
+    If a resumed run ends the same way, its end then equals the recorded one and isn't written
+    again.
+    """
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
 
 
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return every rival with its name, and each device alone.
+    """Return the plan's evidence: every rival with its name, and each device alone.
 
-    The best single device is included even if it is the plan. Each device alone is at its fastest
-    batch and at the plan's batch.
+    The best single device is included even if it is the plan. Each device alone is listed at its
+    fastest batch and at the plan's batch.
     """
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
@@ -95,9 +102,10 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals with their names, and the best single device.
+    """Return all rivals, and the best single device, with their names and kinds of evidence.
 
-    The fastest layout with a larger batch is included if it is faster than the plan.
+    The fastest layout with a larger batch is listed once more as such, if it is faster than the
+    plan. `devices` is the number of devices.
     """
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
@@ -118,7 +126,10 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch, and at the plan's batch if it differs."""
+    """Yield each device alone at its fastest batch, and at the plan's batch if that differs.
+
+    A device that was compared in the race has the result of that comparison.
+    """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         alone = _find_layout(rivals, result.layout) or compare_alone(report.chosen, result)
@@ -141,7 +152,10 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return the kind of evidence that a rival is in a plan."""
+    """Return what a plan's evidence calls a rival, such as "best_device".
+
+    `devices` is the number of devices.
+    """
     traits = one.layout.traits
     if one.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -160,7 +174,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Return a rival in the plan's form."""
+    """Return a rival as an entry of the plan's evidence, with this name and kind."""
     layout = one.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -192,9 +206,9 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """Return a layout in the plan's form.
+    """Return a layout in the form of a plan.
 
-    The chosen layout includes its devices' curves and, if it is sharded, their memory.
+    The chosen layout also has its devices' throughput curves and, if it is sharded, their memory.
     """
     batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -224,9 +238,10 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's expected bytes in a sharded training, and the peak bytes that it used.
+    """Return the bytes of state that a device holds in a sharded training, and its peak in bytes.
 
-    Unknown values are 0.
+    `position` is the device's position; `turns` are the measurements of the layout. A value is 0 if
+    it is unknown or the layout isn't sharded.
     """
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -238,7 +253,10 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return a layout's samples/s with their interval, and the equivalent in tokens and energy."""
+    """Return a layout's samples/s in the form of a plan.
+
+    Tokens per second and energy are included if they are known.
+    """
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))

@@ -1,6 +1,6 @@
 """Names layouts, and compares every other layout that ran with the chosen one.
 
-Layouts are compared by their printed rates, or by turns.
+Layouts are compared by their printed samples/s, or by measurements in alternating turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ KNOBS = {
 def name_layout(
     one: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
-    """Return a layout's name for tables. `devices` is the number of devices of the request."""
+    """Return a layout's name for tables, such as `best split, XLA`.
+
+    `devices` is the number of devices of the request. With `another`, the name is for a second
+    layout of its family. With `with_shares`, the samples per device are added.
+    """
     layout = one.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     shares = f", {list_samples(layout)}" if with_shares else ""
@@ -40,10 +44,10 @@ def name_layout(
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a unique name for each layout, the fastest first.
+    """Return a distinct name for each layout. `found` is sorted, the fastest first.
 
-    Of two layouts of the same kind, the slower one is named `another`. After a faster split, no
-    split is named the best one.
+    Of two layouts of one family, the slower one is named "another". A split that is slower than
+    another split isn't named the best split. `devices` is the number of devices.
     """
     names: list[str] = []
     for one in found:
@@ -58,7 +62,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each active device as text, with its passes: 820 + 568."""
+    """Return the samples of each computing device as text, such as 820 + 568, with the passes."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -68,10 +72,10 @@ NEAR = 2  # relative to a split's batch: the largest batch of a plan with which 
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """Another layout that ran.
+    """Another layout that ran, compared with the chosen one.
 
     `gain` is the chosen layout's samples/s divided by this layout's, minus 1. `paired` is True if
-    it was measured in turns.
+    `gain` was measured in alternating turns.
     """
 
     candidate: Candidate
@@ -86,16 +90,19 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """The layout that is compared."""
+        """The layout itself, without its family."""
         return self.candidate.layout
 
     @property
     def family(self) -> Family | None:
-        """The layout's family; None for a layout with changed knobs."""
+        """The layout's family; None if the layout has knobs."""
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """Return the chosen layout's gain, from the two printed rates or as measured in turns."""
+        """Return the gain of the chosen layout over this one.
+
+        It is computed from the printed samples/s, unless it was measured in turns.
+        """
         return (
             self.gain
             if self.paired
@@ -111,9 +118,9 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    They are compared by turns if the chosen layout won the race, and otherwise by samples/s. If the
-    plan is one device or a pack, the fastest split of the `results` comes first, even if it wasn't
-    raced. The best `single` device comes last, if it wasn't raced.
+    They are compared by their turns if the chosen layout won the race, and otherwise by samples/s.
+    If the plan is one device or a pack, the fastest split among the `results` comes first, even if
+    it wasn't raced. The best `single` device comes last if no single device was raced.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -149,10 +156,10 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
-    """Compare two layouts by their rates.
+    """Compare a rival with the chosen layout.
 
-    If the rates tie, or if the turns of both contradict the gain between the rates, the gain is
-    taken from the turns.
+    They are compared by their samples/s; `interval` has the rival's. If these tie or disagree with
+    the turns of the race (`in_turn`), the gain is taken from the turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -170,16 +177,19 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the gap between two rates with its interval. They tie if the interval contains 0."""
+    """Return the gap between the samples/s of two layouts, with its interval.
+
+    The layouts tie if the interval contains 0.
+    """
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gap over a rival, given the rival's gap over the chosen layout.
+    """Return the chosen layout's gap over a rival, from the rival's gap over the chosen layout.
 
-    The given gap was measured by turns.
+    `against` was measured in turns.
     """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
@@ -188,22 +198,29 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a chosen layout. A split with equal shares counts as even."""
+    """Return the family of a chosen layout.
+
+    A split whose shares turn out equal counts as an even split.
+    """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """Return a name for each rival, distinct from the chosen layout's name."""
+    """Return a name for each rival, all distinct and different from the chosen layout's name.
+
+    `devices` is the number of devices.
+    """
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(one.candidate for one in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout of one training with a larger batch than the chosen layout's.
+    """Return the fastest layout of a single training with a larger batch than the chosen layout.
 
-    Return None if it isn't faster than the chosen layout.
+    Return None if no such layout is faster than the chosen one, or if the chosen one isn't a single
+    training by shares.
     """
     if not chosen.layout.traits.by_shares:
         return None
@@ -215,11 +232,13 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if a gain over a layout is meaningful.
+    """True if the gain of the chosen layout over another layout is meaningful.
 
-    Empty `shares` stand for the sum of all devices alone. It isn't meaningful if a rate is
-    uncertain, if a split has less than half of the samples, or if a device is faster in the split
-    than alone, because it then wasn't measured at its best batch.
+    `own` and `own_shares` describe the chosen layout, and `other` and `shares` the other one; empty
+    `shares` stand for the sum of all devices alone. The gain isn't meaningful in three cases: a
+    rate is too uncertain, the other layout is a split with less than half of the samples, or a
+    device is faster in the chosen split than alone. In the last case, the device wasn't measured
+    alone at its best batch.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -232,16 +251,19 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """Return the gain between two rates as printed."""
+    """Return the gain of `own` over `other`, computed from the two rates as they are printed."""
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if gains between these values are precise only to whole percents."""
+    """True if a value is so imprecise that gains should be printed in whole percents."""
     return any(relative_error(one.value, one.low, one.high) > COARSE for one in intervals)
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain in percent as text, without decimals if a value is rough: 36.4 %, 36 %."""
+    """Return a gain as a percentage, such as 36.4 %.
+
+    If one of the values is imprecise, there are no decimals.
+    """
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

@@ -1,8 +1,8 @@
 """Writes the verdict as plain text.
 
-The text has the recommendation, its gains, remarks that explain them, and warnings. To add a
-sentence, write a function of the verdict that yields it, and add the function to REMARKS, or to
-WARNINGS if the sentence is a reason not to trust the measurements.
+The text has the recommendation, the gains of the plan, remarks that explain them, and warnings. To
+add a sentence, write a function that takes the verdict and yields the sentence, and add the
+function to REMARKS, or to WARNINGS if the sentence is a reason not to trust the measurements.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ PLAIN_PARALLEL = {
 
 
 class VerdictText(msgspec.Struct, frozen=True):
-    """A verdict as text. If devices were simulated, the description says so first."""
+    """A verdict as text.
+
+    If the devices were simulated, the description and the recommendation begin with that.
+    """
 
     description: str
     rate: str
@@ -74,7 +77,7 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
-        """The layout, its samples/s and its gains, on one line."""
+        """The layout, its samples/s and its gains over other layouts, on one line."""
         return BETWEEN.join(part for part in (self.description, self.rate, self.gains) if part)
 
     @property
@@ -105,9 +108,9 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """Return the recommendation, in one sentence.
+    """Return the recommendation as one sentence.
 
-    If the search was stopped, the sentence says "so far".
+    If the search was stopped early, the sentence begins with "So far".
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
@@ -142,7 +145,10 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why to measure again."""
+    """Return why the user should measure again, as a clause.
+
+    `reason` is the code of a doubt, "uncompared" or "uncertain".
+    """
     value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
     if reason == "disturbed":
         return (
@@ -169,7 +175,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(measured: MeasuredRate) -> str:
-    """Return the relative error of samples/s as text: ± 0.4 %."""
+    """Return the relative error of samples/s as text, such as ± 0.4 %."""
     return f"± {half_width(measured.samples_per_second, measured.low, measured.high)}"
 
 
@@ -189,9 +195,9 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the gains over the even split, one device alone and a split.
+    """Yield the plan's gains over the even split, over one device alone, and over the best split.
 
-    A gain is left out if the plan is that layout.
+    Only the comparisons that make sense for the kind of plan are yielded.
     """
     if not verdict.rate.known:
         return
@@ -209,7 +215,10 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each training of a pack takes than one training alone."""
+    """Yield how many times as long a training in a pack takes as a training alone on `single`.
+
+    Yield nothing if the plan isn't a pack.
+    """
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -218,10 +227,10 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare uneven shares with.
+    """Return the even split with which uneven shares are compared; None if there is none.
 
-    It has the fewest devices, but no fewer than the plan. Return None if it has no meaningful gain,
-    or if one device is recommended.
+    It is the even split with the fewest devices, but no fewer than the plan uses. Return None also
+    if its gain can't be stated, or if one device is recommended.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -235,7 +244,7 @@ def _find_even(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the split to compare one device, packs or placements with.
+    """Return the split with which one device, packs or placements are compared.
 
     Return None if no split was measured near the plan's batch.
     """
@@ -244,9 +253,10 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device with which the plan is compared.
+    """Return the single device with which the plan is compared; None if there is none.
 
-    It is another device if the plan is one device. Return None if the comparison isn't meaningful.
+    If the plan itself uses one device, it is another device. Return None also if its gain
+    can't be stated.
     """
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -255,8 +265,10 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name of the best split (226 + 30), with its global batch if it differs from the
-    plan's.
+    """Return the name and the shares of the best split, such as `the best split (226 + 30)`.
+
+    The global batch is added if it differs from the plan's. If the split has many devices, the
+    shares are left out.
     """
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
@@ -266,9 +278,9 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the gain over a rival is worth a sentence.
+    """True if a sentence about the plan's gain over a rival makes sense.
 
-    The gain is known, or the rival's samples/s are known to be too uncertain.
+    Either the gain is known, or the sentence can say that the rival's samples/s are too uncertain.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -278,9 +290,10 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival as text, with ± if either rate is rough.
+    """Return the plan's gain over a rival as text.
 
-    For a tie, it is the gap that the comparison measured.
+    `over` is the rival's name. The gain has an error after ± if one of the two rates is imprecise.
+    If the two tie, the text has the measured difference and its error.
     """
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
@@ -299,7 +312,8 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 def _write_rough_gain(difference: RateGap, over: str) -> str:
     """Return a gain whose error exceeds its size as text.
 
-    The text has the gain's lower bound, or says that the gain isn't certain.
+    The text has the lower bound of the gain if that is at least 1 %. Otherwise it says that the
+    gain isn't certain.
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -307,7 +321,10 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return the ± of a gain in percentage points; empty if the gain is precise."""
+    """Return the error of a gain in percentage points as text after ±.
+
+    Return "" if the gain is precise.
+    """
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -320,15 +337,19 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return half of the interval's width.
+    """Return half of the width of a gap's interval.
 
-    If the upper half is larger, return it instead, because the lower half ends at -1.
+    If the part above the value is wider than that, return that part, because the part below the
+    value can't extend beyond -1.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return a tie as text: 1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
+    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)`.
+
+    `over` is the rival's name.
+    """
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -341,7 +362,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a difference counts as a tie."""
+    """Return why a difference counts as a tie, as text: it is uncertain, or very small."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -352,7 +373,10 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield what takes the training's time, the largest limit first, with a remedy for each."""
+    """Yield what a training's time is spent on besides computing, with a remedy for each.
+
+    The largest limit comes first.
+    """
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -365,9 +389,10 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the speed of the link between the chosen devices.
+    """Yield the speed of the link between the plan's devices, if it was measured.
 
-    If the exchange is a limit, yield nothing, because the limit names the link.
+    Yield nothing if the exchange of gradients limits the training, because the sentence about that
+    limit names the link.
     """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     if verdict.link is not None and not named:
@@ -397,7 +422,10 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return the samples/s that the remedy would give as text, as measured or as expected."""
+    """Return the samples/s that the training would reach without a limit, as text.
+
+    They were measured, or are predicted for the remedy.
+    """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -426,13 +454,13 @@ def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_batch(verdict: Verdict) -> Iterator[str]:
-    """Yield a note that evener chose the batch, if it did."""
+    """Yield a note that evener chose the global batch, if the user didn't."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts with more precise samples/s, if the plan's are too uncertain."""
+    """Yield faster layouts whose samples/s are more precise, if the plan's are too uncertain."""
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
@@ -446,7 +474,10 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a note if one device is as fast as several, whether that device is the plan or not."""
+    """Yield a note that one device is as fast as several and simpler, if that is so.
+
+    The plan may use that one device, or several.
+    """
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -462,9 +493,9 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield sentences that say why several devices are slower than one.
+    """Yield why several devices are slower than one device.
 
-    If the reason wasn't measured, say so.
+    If no split was measured, or the measurements don't explain it, the sentence says so.
     """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
@@ -488,7 +519,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices reach much less than the sum of each device alone."""
+    """Yield why the plan is much slower than the samples/s of all devices alone, added up."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -501,7 +532,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return the cause of the time that a step loses, if it is known."""
+    """Return why a step is longer than at the summed speed of all devices, as text."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -519,9 +550,9 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield the memory of the model's state and of adapters.
+    """Yield how much memory the model's state takes, and how much adapters would take.
 
-    Yield nothing if a device was seen to hold the whole model and the plan isn't sharded.
+    Yield nothing if the whole model ran on one device and the plan isn't sharded.
     """
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
@@ -530,7 +561,7 @@ def _describe_state(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield why a working device has no part in the plan."""
+    """Yield why the plan leaves out a device that works."""
     for one in verdict.left_out:
         if one.reason == "not_faster" and verdict.rate.known:
             whole = ""
@@ -552,7 +583,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return a loss relative to the plan as text: 3.1 % less."""
+    """Return a loss relative to the plan as text, such as `3.1 % less than the plan`."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -563,7 +594,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _describe_faster(verdict: Verdict) -> Iterator[str]:
-    """Yield every layout with more samples/s than the plan, and why it isn't the plan."""
+    """Yield the layouts that had more samples/s than the plan, and why they weren't chosen."""
     if not verdict.rate.known:
         return
     faster = [one for one in verdict.rivals if one.why_not is not None]
@@ -587,7 +618,7 @@ def _describe_faster(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_faster(verdict: Verdict, one: Rival) -> str:
-    """Return a faster layout's samples/s and its gain over the plan as text."""
+    """Return the samples/s of a faster rival, and its gain over the plan, as text."""
     speed = rate(one.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_relative_gain(verdict, one), 1)} more"
     gap = one.difference
@@ -604,7 +635,7 @@ def _write_faster(verdict: Verdict, one: Rival) -> str:
 
 
 def _relative_gain(verdict: Verdict, one: Rival) -> float:
-    """Return a faster layout's samples/s divided by the plan's, minus 1."""
+    """Return the samples/s of a rival divided by the plan's, minus 1, as printed."""
     return printed_gain(one.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
@@ -626,7 +657,7 @@ def _write_batches(one: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield an explanation of ±, if some difference is smaller than its error."""
+    """Yield what ± means, if a difference between the plan and a rival is below its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
     if close and verdict.rate.known:
@@ -634,7 +665,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """If the devices are simulated, yield how to make and use such a plan on real devices."""
+    """Yield how to make and use such a plan on real devices, if the devices are simulated."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -654,7 +685,10 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each knob, whether or not the chosen layout uses it."""
+    """Yield the gain or loss of each knob that was tried, such as XLA.
+
+    The chosen layout may or may not use it.
+    """
     if not verdict.rate.known:
         return
     for one in verdict.rivals:
@@ -673,9 +707,9 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
-    """Return a rival's number of loader workers as text.
+    """Return a rival's number of loader workers as text, such as "4".
 
-    Return None for a rival that differs from the plan in more than that number.
+    Return None if the rival differs from the plan in anything else.
     """
     knobs = (*one.knobs, *verdict.chosen.knobs)
     same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -685,9 +719,9 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, and the setting to use.
+    """Yield the samples/s for each number of loader workers, and which number to use.
 
-    The fastest number comes first.
+    The fastest number comes first. Yield nothing if no other number was tried.
     """
     tried = [
         (how, one.rate)
@@ -713,13 +747,19 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return the loss of a rival over which the plan has this gain, in percent."""
+    """Return how much slower a rival is than the plan, as a percentage.
+
+    `gain` is the plan's gain over the rival.
+    """
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield the loss of the best pack and the best placement, and which of them tie."""
+    """Yield the losses of the best pack and the best placement against the plan.
+
+    Those that tie with the plan, or are too uncertain, are named in separate sentences.
+    """
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
     yield from _describe_losses(verdict, others)
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
@@ -732,7 +772,10 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the loss of the first rival of each kind other than the plan's own, if any."""
+    """Yield the loss of the first slower rival of each kind against the plan.
+
+    The plan's own kind is left out.
+    """
     said: set[str] = {verdict.chosen.kind}
     for one in others:
         if one.kind in said or one.gain is None or one.tie or one.gain < 0:
@@ -778,7 +821,10 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield the effect of the batch on learning, and a learning rate to try."""
+    """Yield how the global batch affects learning, and a learning rate to try.
+
+    Yield nothing if neither the noise scale nor the script's batch is known.
+    """
     found = verdict.learning
     if found is None:
         return
@@ -809,12 +855,15 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a value with its lower and upper bound in brackets, if they differ."""
+    """Return a value with its lower and upper bound in brackets, or alone if the bounds are equal.
+
+    All three are formatted numbers.
+    """
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield a note about a short epoch, if evener chose the batch."""
+    """Yield that an epoch has too few steps to learn much, if evener chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
@@ -882,7 +931,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
-    """Yield the layouts that weren't compared, and why."""
+    """Yield the requested layouts that weren't compared with the plan, and why."""
     yield from (one.detail for one in verdict.left_out if one.kind == "request")
     families = [one.name for one in verdict.left_out if one.reason == "by_rows"]
     if families:
@@ -924,7 +973,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(one: Unfinished) -> str:
-    """Return the phase that was unfinished when the time was over, as text."""
+    """Return which phase hadn't ended when the search ended, as a sentence."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {one.name} had not ended",
@@ -937,9 +986,11 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts, and two devices of one product whose speeds differ.
+    """Yield the doubts about the plan's measurements.
 
-    The doubt about noise is left out if measurements of one layout differ by more than that.
+    A doubt about noise is left out if measurements of the same layout differ by more than the
+    noise. The last sentence names two devices of one product whose speeds differ much, if
+    there are any.
     """
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
@@ -958,7 +1009,8 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Return a doubt about a measurement as text, with a remedy.
 
-    `longer` says how to measure for longer.
+    `on_gpus` is True if GPUs were measured, so that heat may be a cause. `longer` is the text that
+    tells how to measure for longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1062,10 +1114,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, with the names of the layouts that tie.
+    """Return why the search ended, as text. If layouts tie with the plan, the text names them.
 
-    `words` is the reason's usual text. Return nothing if the search ended by its own rules but the
-    verdict is to measure again.
+    `words` is the usual text for the reason. Return "" if the search ended by its own rules but the
+    recommendation is to measure again, because the two would contradict each other.
     """
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
@@ -1087,10 +1139,11 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """Return the commands to run after a search, the most useful first.
+    """Return what to run after a search, as lines of text, the most useful first.
 
-    `path` is the plan's file, if it was written. `measured` is True if this session measured
-    something. No command uses a plan that the verdict advises against.
+    `run` is the run's id. `path` is the plan's file; "" if it wasn't written. `measured` is False
+    if the run had already ended, so that this session measured nothing. A plan that the verdict
+    advises against isn't used.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):
@@ -1113,7 +1166,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if the verdict only lacks more measuring time."""
+    """True if more measuring time would complete the verdict, because a comparison is missing."""
     found = finished.found
     if found is None:
         return False
@@ -1122,7 +1175,11 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict recommends training with the plan, and its devices exist."""
+    """True if the verdict recommends training with the plan.
+
+    False if the devices are simulated. True for verdicts of older versions, which have no
+    recommendation.
+    """
     found = finished.found
     if found is None or found.recommendation is None:
         return True
@@ -1132,7 +1189,8 @@ def recommends_plan(finished: Finished) -> bool:
 def find_one_device_command(finished: Finished) -> str:
     """Return the command that trains without a plan on the one recommended device.
 
-    Return an empty string for another recommendation, and if there is no script or no such device.
+    Return "" if something else is recommended, if there is no script, or if the device is
+    simulated or unknown.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1153,7 +1211,10 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return how to train with the plan in this file; empty if there is no script to launch."""
+    """Return how to train with the plan in the file `path`, as a line of text.
+
+    Return "" if there is no script to launch.
+    """
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1161,9 +1222,10 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """Return the command that trains with the plan in this file.
+    """Return the command that trains with the plan in the file `path`.
 
-    Return an empty string if there is no script to launch.
+    Return "" if there is no script to launch, if the plan's layout can't be launched, or if its
+    devices are simulated.
     """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)

@@ -1,6 +1,7 @@
 """Compares the memory of a model's state with the devices' memory.
 
-It also estimates the memory of adapters.
+The state consists of parameters, gradients and optimizer state. The module also estimates how much
+memory training adapters on a frozen model would need.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory of the model's state, and of adapters instead; None if unknown.
+    """Return the memory of the model's state, and of adapters that could be trained instead.
 
-    It is unknown if no shards were tried. Adapters are left out if they are what is trained.
+    `chosen` is the plan's layout; None without a plan. Return None if no shards were tried, because
+    the state's size is then unknown. Adapters are left out if they are what is trained.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -45,7 +47,7 @@ def find_state_memory(
 
 
 def _holds_whole(one: Observation) -> bool:
-    """True if each device of a layout that ran held the whole model."""
+    """True if an observation shows that each of its devices can hold the whole model."""
     layout = one.probe.layout
     in_parts = one.probe.stage in SHARDED or layout.traits.sharded or bool(layout.placement)
     return isinstance(one, Timed) and not in_parts
@@ -60,9 +62,10 @@ def _find_adapters(
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Return the memory of the state as text.
+    """Return the memory of the state and of adapters as text.
 
-    Return an empty string if a device was seen to hold the whole model and the plan isn't sharded.
+    Return "" if the whole model ran on one device and the plan isn't sharded, because memory is
+    then no problem.
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""
@@ -76,9 +79,9 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return a sentence for each method of training adapters.
+    """Return one sentence per method of training adapters, such as LoRA.
 
-    It has the memory of the method, and the devices that can hold it.
+    The sentence has the memory that the method would need, and the devices that have as much.
     """
     sentences = []
     for each in memory.adapters:

@@ -1,7 +1,8 @@
-"""Finds what limits a training by the chosen layout, from measured parts of a step.
+"""Finds what limits a training with the chosen layout, from measured parts of a step.
 
-Only probes of real children measure parts; simulated devices have no limits. Times are in seconds
-per optimizer step, on the rank where a part is longest, because the other ranks wait for it.
+Only probes with real children measure these parts, so simulated devices have no limits. Times are
+in seconds per optimizer step, on the rank where a part takes longest, because the other ranks wait
+for that rank.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return the limits of the chosen layout, the largest first.
+    """Return the limits of the chosen layout, the largest first; empty if no parts were measured.
 
-    The last is the limit that the layout's unequal shares have removed, if there is one.
+    `seen` are all observations of the run. If the plan's unequal shares have removed a limit of
+    equal shares, that limit comes last.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -88,15 +90,16 @@ def find_training_limits(
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return all measurements of a layout that include the parts of its step."""
+    """Return all measurements of a layout in which the parts of its step were measured."""
     found = [one for one in seen if isinstance(one, Timed) and one.probe.layout == layout]
     return [one for one in found if one.parts]
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return the layout's last measurement that also measured the causes of its step time.
+    """Return a layout's last measurement that also has steps without input or a slow host.
 
-    It has steps on a kept batch, or steps whose kernels were enqueued before they began.
+    These steps reused one batch, or had all their kernels enqueued before they began. Return None
+    if there is no such measurement.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -104,7 +107,11 @@ def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
 
 
 class _Measured:
-    """The measurements of one layout, whose step takes `step_s` seconds."""
+    """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
+
+    `turns` are the measurements that have the parts of a step. `closer` is the one that also has
+    steps without input or without a slow host; None if there is none.
+    """
 
     def __init__(
         self, layout: Layout, turns: Sequence[Timed], closer: Timed | None, step_s: float
@@ -112,11 +119,14 @@ class _Measured:
         self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the parts of a device's step in each measurement."""
+        """Return the measurements that have parts of a device's step, each with these parts."""
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return one part of a device's step as a fraction, 0 to 1; None if unknown."""
+        """Return the mean fraction of a device's step that one part takes, 0 to 1; None if unknown.
+
+        `name` is a field of `PartSeconds`, such as "input_seconds".
+        """
         shares = [
             seconds / one.step_seconds
             for one, part in self.parts_of(position)
@@ -125,7 +135,10 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return the longest time in seconds that a part takes on any device; None if unknown."""
+        """Return the seconds per step that a part takes on the device where it takes longest.
+
+        `name` is a field of `PartSeconds`. Return None if the part is unknown.
+        """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
@@ -140,16 +153,19 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds of a device's compute time per step that heat or power cost."""
+        """Return the seconds per step that a device loses to heat or to a power limit.
+
+        `kind` says which of the two.
+        """
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step that a device's kernels wait for other processes.
+        """Return the seconds per step that a device's kernels wait for those of other processes.
 
         A kernel waits while it is enqueued and doesn't run. The GPU gives the processes time slices
-        in turn, so the kernels wait at least as long as they run, if the other processes compute
+        in turn. So the kernels wait at least as long as they run, if the other processes compute
         for that long.
         """
         parts = [part for _, part in self.parts_of(position)]
@@ -167,27 +183,33 @@ class _Measured:
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the devices that the other devices wait for, according to their compute time."""
+        """Return the positions of the devices that finish their compute time last.
+
+        The other devices wait for them.
+        """
         longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that a GPU waits for its host to launch kernels."""
+        """Return the seconds per step that a GPU waits for its host to launch kernels.
+
+        Return 0 if that wasn't measured.
+        """
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Scale seconds from the measurement of causes to the measured step time."""
+        """Return `seconds` of the `closer` measurement, scaled to the verdict's step time."""
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time spent waiting for rows.
+    """Yield how long a step waits for rows.
 
-    The step without this wait was measured on a kept batch.
+    If steps on a kept batch were timed, they show the step's time without that wait.
     """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
@@ -215,10 +237,10 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which the host limits the training.
+    """Yield how long a step is delayed by the host.
 
-    Ranks then have no core because other programs use the host, or a GPU waits for its host to
-    launch kernels.
+    Either ranks have no core because other programs use the cores, or a GPU waits for its host
+    to launch kernels.
     """
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -247,19 +269,20 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step that doubling the batch saves, for the same rows.
+    """Return how many seconds per step a batch twice as large saves, for the same rows.
 
-    The device waits `waits_s` for its host. With twice the batch, the host's time stays the same
-    and the device's time doubles.
+    `waits_s` is the part of the step in which the device waits for its host. With twice the batch,
+    the host's time stays the same and the device's time doubles.
     """
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the time that the exchange takes from a step.
+    """Yield how long a step takes to exchange gradients.
 
-    It is the waiting time of the slowest device, which waits for no other device.
+    It is the waiting time of the slowest device, because that device doesn't wait for others to
+    finish computing. Yield nothing for a single device or if a waiting time is unknown.
     """
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
@@ -281,7 +304,10 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the devices of an exchange as text, with their link if it was measured."""
+    """Return the labels of the devices that exchange gradients, as text.
+
+    The speed and the path of their link are added if they were measured.
+    """
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -291,9 +317,9 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """Return the link between a layout's devices from its last measurement.
+    """Return the link between a layout's devices from the last measurement that has its speed.
 
-    Return None if it wasn't measured.
+    `seen` are all observations. Return None if the link wasn't measured.
     """
     labels = tuple(devices[i].label for i in layout.active)
     for one in reversed(seen):
@@ -305,10 +331,11 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step that a device waits for other devices or the all-reduce.
+    """Return the fraction of a step in which a device waits for other devices or the all-reduce.
 
-    On a CPU, compute time (own work) is CPU time, so waiting for rows and for a core is subtracted
-    separately.
+    `position` is the device's position. With `on_cpu`, compute time (own work) is CPU time, which
+    excludes waiting for rows and for a core, so these are subtracted too. Return None if the
+    compute time is unknown.
     """
     shares = []
     for one, part in measured.parts_of(position):
@@ -321,9 +348,10 @@ def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time of the optimizer's own step.
+    """Yield how long the optimizer's own step takes.
 
-    The time in which a GPU waits for kernels is subtracted.
+    The time in which the GPU waits for the host to launch kernels is left out, because it
+    is another limit.
     """
     update = measured.largest_s("update_seconds")
     if update is not None:
@@ -341,9 +369,9 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield the time that a single pass would save, if memory forces a device to take several.
+    """Yield how long a step takes because memory forces a device to take several passes.
 
-    The device is one that the others wait for.
+    It is the time that a single pass would save, on a device that the others wait for.
     """
     layout = measured.layout
     for position in measured.list_last():
@@ -361,7 +389,10 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest measured single passes."""
+    """Return the rows and seconds of the two largest single passes that a device has computed.
+
+    There may be fewer than two. `position` is the device's position.
+    """
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:
@@ -376,12 +407,12 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that a single pass saves over several, and half of the 95 % interval.
+    """Return the seconds that one pass saves over `passes` passes, and half of the 95 % interval.
 
-    `known` has the rows and seconds of two single passes. A pass has a fixed time, and as much more
-    for each row. Few rows leave multiprocessors of a GPU idle: twice the rows took 1.17 times as
-    long from 4 to 8 rows on an H200, and 1.15 times on average from there to 64, so the time is
-    then modeled as a power of the number of rows.
+    `known` has the rows and seconds of two single passes. On CPUs, and for many rows, a pass takes
+    a fixed time plus a time for each row. Few rows leave multiprocessors of a GPU idle: twice the
+    rows took 1.17 times as long from 4 to 8 rows on an H200, and 1.15 times on average from there
+    to 64. The time is then modeled as a power of the number of rows.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
@@ -396,17 +427,18 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of kernels is from the time of the measurement, as far as known.
+    """True if the driver's sample of running kernels seems to cover the measurement, or is unknown.
 
-    A sample from before the session's kernels began has nearly none of them.
+    A sample from before the session's kernels began contains nearly none of them.
     """
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the compute time that heat, power or a neighbour cost on a device.
+    """Yield how much longer a step takes because of heat, a power limit or a neighbour.
 
-    The device is one that the other devices wait for.
+    A neighbour is another process that computes on the device. For each cause, the device is the
+    one that loses most among those that the others wait for.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -434,8 +466,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
 
-    It is computed from a measured split with equal shares of the same devices and batch. Return
-    nothing without one.
+    It is the difference to a measured split with equal shares, the same devices and the same batch.
+    Return an empty list if there is no such split.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -464,7 +496,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time in which neither the CPU, the input nor other devices are busy.
 
-    The model's own code must be waiting then.
+    The model's own code must be waiting then, for example in a sleep.
     """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
