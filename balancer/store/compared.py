@@ -1,16 +1,17 @@
 """Compares two runs: the second run's slowdown, and the part of a step that causes it.
 
-The slowdown has an interval. The functions have no side effects.
+The slowdown has a 95 % interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change the duration of a quick step: the 5th
 percentile of step times. So two trainings are compared by their quick steps. Work that isn't in
-every step, such as checkpoints or late rows, is added by its mean, but only as much as the second
-training certainly takes longer for it.
+every step, such as writing checkpoints or waiting for late rows, is added by its mean, but only as
+much as the second training certainly takes longer for it.
 
-A training whose journal has no quick steps is compared by the means of its windows. A disturbance
-lasts for several windows, so these aren't independent. Windows are therefore joined into blocks,
-and the interval is widened by the correlation between consecutive blocks.
+A training's journal has a line for each window, a series of steps. Trainings without quick steps in
+their journals are compared by the means of these windows. A disturbance lasts for several windows,
+so consecutive windows are correlated. They are therefore grouped into blocks, and the interval is
+widened by the correlation between consecutive blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """One part of a step in both trainings, in seconds, on the first rank."""
+    """One part of a step in both trainings, in seconds per step, on the first rank."""
 
     name: str
     before_s: float
@@ -75,7 +76,8 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The second run compared with the first.
 
-    Slowdowns are relative to the first run's time per sample.
+    A slowdown is the additional time per sample of the second run, relative to the first run's
+    time per sample.
     """
 
     kind: Literal["training", "search"]
@@ -92,12 +94,15 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
-        """True if the second run is certainly slower, and its estimated slowdown exceeds `most`."""
+        """True if the second run is certainly slower, and by more than `most`.
+
+        `most` is compared with the estimated slowdown: 0.05 is 5 %.
+        """
         return self.low > 0 and self.slowdown > most
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Compare two trainings, based on the windows of their steps.
+    """Compare two trainings by the windows of steps in their journals.
 
     Raises RequestError if a training has too few windows.
     """
@@ -130,9 +135,9 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
 
 
 def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Compare the plans that two searches have found, by their samples/s.
+    """Compare the plans `one` and `other`, which two searches have found, by their samples/s.
 
-    Raises RequestError if a plan has no samples/s.
+    `before` and `after` are the names of the runs. Raises RequestError if a plan has no samples/s.
     """
     throughputs = [one.throughput, other.throughput]
     if not all(each.samples_per_second > 0 for each in throughputs):
@@ -155,7 +160,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return the windows since the last start, without the windows of the warm-up.
+    """Return the windows of a training since its last start, without those of the warm-up.
 
     Raises RequestError if too few are left.
     """
@@ -176,7 +181,7 @@ def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
 
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
-    """Return the mean number of rows per step."""
+    """Return the mean number of rows per step of these windows."""
     return sum(each.samples for each in windows) / sum(each.steps for each in windows)
 
 
@@ -188,7 +193,11 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over a training, from blocks of windows of equal duration."""
+    """Return the mean of a metric over a training, with half of its 95 % interval.
+
+    It is computed from blocks of windows of about equal duration. `least` is a lower bound for the
+    mean, so that it can be a divisor.
+    """
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
@@ -200,9 +209,9 @@ def _mean(
 
 
 def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
-    """Return the time per sample, in seconds, of a training's quick steps.
+    """Return the time per sample of a training's quick steps, in seconds.
 
-    It is computed from the windows in which steps were quickest.
+    It is the median over the windows with the quickest steps.
     """
     seconds = sorted(window.quick_s * window.steps / window.samples for window in windows)
     kept = seconds[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(seconds)))]
@@ -210,11 +219,11 @@ def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how much longer the second training takes per sample for rare work, in seconds.
+    """Return how many seconds per sample the second training takes longer for rare work.
 
-    Rare work is work that isn't in every step. Only the difference that is certain counts, for each
-    part of a step in `RARE`. Other programs slow these parts as much as own work, so the means are
-    corrected for that. Return 0 if other programs had most of the time.
+    Rare work, such as checkpoints, isn't in every step: the parts of a step in `RARE`. For each
+    part, only the difference that is certain counts. Other programs slow these parts as much as
+    computing, so the means are corrected for that. Return 0 if other programs had most of the time.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -231,9 +240,10 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the mean compute time (own work) of a step, divided by that of a quick step.
+    """Return by which factor other programs slowed a training.
 
-    The ratio is at least 1.
+    It is the mean compute time (own work) of a step divided by that of a quick step, and
+    at least 1.
     """
 
     def work(window: StepsEntry) -> float:
@@ -251,7 +261,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
 
 
 def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """Group the windows into blocks of about the same duration."""
+    """Divide the windows, in order, into at most `MOST_BLOCKS` blocks of about equal duration."""
     whole_s = sum(each.seconds for each in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -264,13 +274,16 @@ def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float]) -> float:
-    """Return the mean of a metric over windows, weighted by their duration."""
+    """Return the mean of `metric` over the windows, weighted by the windows' durations."""
     seconds = sum(each.seconds for each in windows)
     return sum(metric(each) * each.seconds for each in windows) / seconds
 
 
 def _find_correlation(blocks: Sequence[float]) -> float:
-    """Return the correlation of consecutive blocks, at most `MOST_CORRELATION` and at least 0."""
+    """Return the correlation between consecutive blocks, from 0 to `MOST_CORRELATION`.
+
+    `blocks` are the blocks' means.
+    """
     middle = fmean(blocks)
     around = [each - middle for each in blocks]
     whole = sum(each * each for each in around)
@@ -286,7 +299,11 @@ def _find_correlation(blocks: Sequence[float]) -> float:
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the parts of a step that either training has, if their ranks report parts."""
+    """Return the differences of the parts of a step, such as input, with their intervals.
+
+    Return an empty list if a training's ranks don't report the parts. Parts that take no time in
+    either training are left out.
+    """
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

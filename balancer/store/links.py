@@ -1,6 +1,7 @@
-"""The last measured links between devices, stored by driver and devices.
+"""Stores the last measured links between devices, in one file per driver and list of devices.
 
-Links of another driver or of other devices aren't returned, because they may differ.
+Links that were measured with another driver or between other devices aren't returned, because their
+speed may differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """Measured links, with the time, driver and devices of the measurement."""
+    """The content of a file: measured links, with the driver, the devices and the time."""
 
     driver: str
     devices: tuple[str, ...]  # ids of the devices, in order
@@ -38,9 +39,9 @@ class LinkRecord(msgspec.Struct, frozen=True):
 def save_links(
     devices: Sequence[Device], driver: str, measurements: Sequence[LinkMeasurement]
 ) -> Path:
-    """Save measured links and return the file's path.
+    """Save the links that were measured between these devices, and return the file's path.
 
-    Raises RequestError if it can't be written.
+    `driver` is the version of the GPUs' driver. Raises RequestError if the file can't be written.
     """
     path = _find_path(devices, driver)
     make_private(path.parent)
@@ -53,8 +54,8 @@ def save_links(
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed that a search has measured for the link between all of these devices.
 
-    Measurements of other transports by `evener doctor --links` are kept. Do nothing if the file
-    can't be written.
+    `path` names the path between them, such as NVLink. Measurements of other transports by `evener
+    doctor --links` are kept. Does nothing if the file can't be written.
     """
     labels = tuple(device.label for device in devices)
     measurement = LinkMeasurement(labels, OWN, "ok", bytes_per_second, path=path)
@@ -66,7 +67,7 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return the last measurements for these devices with this driver.
+    """Return the saved measurements for exactly these devices with this driver.
 
     Return None if there are none.
     """
@@ -77,9 +78,10 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the newest working measurement of the default transport between these devices.
+    """Return the links between these devices as they were last measured, pairs first.
 
-    There is one for each pair or larger set of the devices, pairs first.
+    There is one link for each pair and each larger set that was measured with the default
+    transport and worked.
     """
     labels = {device.id: device.label for device in devices}
     found = []
@@ -92,7 +94,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     """Return the slowest link that was measured between as many of these devices as possible.
 
-    Return None if none was measured.
+    Searches use it to predict how long splits synchronize. Return None if no link was measured.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)
@@ -105,7 +107,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest working measurement of the default transport, by the devices' ids."""
+    """Return the newest successful measurement of the default transport, by the devices' ids."""
     known = {device.id for device in devices}
     found = {}
     for record in _list_records(driver):
@@ -117,7 +119,7 @@ def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str],
 
 
 def _list_records(driver: str) -> list[LinkRecord]:
-    """Return the records of a driver, oldest first."""
+    """Return the records of measurements with this driver, the oldest first."""
     folder = state_folder() / "links"
     read = [_read(path) for path in sorted(folder.glob("*.json"))[:MOST_RECORDS]]
     own = [record for record in read if record is not None and record.driver == driver]
@@ -131,7 +133,7 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, measurement: LinkMeasurement) -> frozenset[str]:
-    """Return the ids of the devices in one measurement of a record."""
+    """Return the ids of the devices between which one measurement of a record was made."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in measurement.devices)
 

@@ -1,9 +1,10 @@
 """Keeps sessions apart: only one session per run, and one per device unless the user allows more.
 
-Locks are the kernel's (flock), so they end with the process that holds them. Sessions of one user
-lock files in the user's state folder, which contain the run's name. Sessions of different users, or
-with different state folders, lock the file by which the kernel itself shows a device: everybody can
-read it and nobody can replace it, so nobody can tamper with it.
+Locks are the kernel's (flock), so the kernel releases them when the process that holds them exits.
+Sessions of one user lock files in the user's state folder; a file contains the pid and the run of
+its holder. Sessions of different users, or with different state folders, lock the file by which
+the kernel itself shows a device: everybody can read it and nobody can replace it, so nobody can
+tamper with it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ Note = dict[str, object]  # the holder of a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """Lock a run, so that it can't be resumed or deleted meanwhile.
+    """Lock a run, so that no other process can resume or delete it, until the stack is closed.
 
-    Raises RequestError if another process has the lock.
+    `folder` is the run's folder. Raises RequestError if another process has the lock.
     """
     with ExitStack() as held:
         holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
@@ -52,7 +53,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if a process works on the run and thus holds its lock."""
+    """True if some process holds the lock of the run with this id, because it works on the run."""
     try:
         descriptor = os.open(
             runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -69,9 +70,10 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Lock the job's devices, or the devices at `positions`, unless they are shared or simulated.
+    """Lock the job's devices, or only those at `positions`, until the returned stack is closed.
 
-    Raises DeviceError if another session has one.
+    `run` is the id of the run to name to other sessions. Shared and simulated devices aren't
+    locked. Raises DeviceError if another session has one of the devices.
     """
     if job.request.share or job.machine is not None:
         return ExitStack()
@@ -81,9 +83,10 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices on their hosts against the sessions of this user and of other users.
+    """Lock devices on their hosts, against sessions of this user and of other users.
 
-    Closing the stack releases the devices. Raises DeviceError if another session has one.
+    `run` is the id of the run to name to other sessions. Closing the returned stack releases the
+    devices. Raises DeviceError if another session has one of them.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():
@@ -95,7 +98,10 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices of this machine. Raises DeviceError if another session has one."""
+    """Lock devices of this machine for the run with this id, until the returned stack is closed.
+
+    Raises DeviceError if another session has one of them.
+    """
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
         for device in devices:
@@ -114,7 +120,8 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
     """Lock devices against sessions of other users and of other state folders.
 
-    Raises DeviceError if one of those sessions has a device.
+    Closing the returned stack releases the devices. Raises DeviceError if one of those sessions
+    has a device.
     """
     with ExitStack() as held:
         for device in devices:
@@ -124,9 +131,10 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock one of this user's files and write `note` into it.
+    """Lock one of this user's files until `held` is closed, and write `note` into it.
 
-    Return the holder's note if another process has the lock.
+    Return None on success, and the holder's note if another process has the lock. Raises
+    RequestError if the file can't be written.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -145,7 +153,7 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file.
+    """Lock a device's kernel file until `held` is closed.
 
     Raises DeviceError if another process has the lock. Does nothing if the file is missing or its
     file system has no locks.
@@ -163,9 +171,9 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """Return the files by which the kernel shows a device; empty if unknown.
+    """Return the paths of the files by which the kernel shows a device; empty if unknown.
 
-    There is one for each core, or the GPU's own file on its bus.
+    A CPU slice has one file per core. A GPU has one file, at its address on the PCI bus.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
@@ -174,9 +182,10 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Try to lock an open file.
+    """Try to lock an open file for this process alone.
 
-    Return None on success, and otherwise the holder's pid, or 0 if the kernel doesn't report it.
+    Return None on success. Otherwise return the pid of the process that holds the lock, or 0 if the
+    kernel doesn't report it.
     """
     for _ in range(TRIES):
         try:
@@ -190,7 +199,7 @@ def try_lock(descriptor: int) -> int | None:
 
 
 def find_holder(descriptor: int) -> int:
-    """Return the pid of the process that has locked an open file.
+    """Return the pid of the process that has locked an open file, from /proc/locks.
 
     Return 0 if the kernel doesn't report it.
     """
@@ -206,9 +215,10 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, or raise BlockingIOError.
+    """Lock an open file. Raises BlockingIOError if another process keeps it locked.
 
-    Retries, because `is_running` holds the lock for a moment.
+    The attempt is repeated, because `is_running` in another process also locks the file
+    for a moment.
     """
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -219,9 +229,9 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the units of a device that can't be used twice.
+    """Return the names of what a device's lock covers: the GPU, or each core of a CPU slice.
 
-    The unit is a GPU, or each core of a CPU slice, however the CPU was sliced.
+    Two CPU slices that overlap therefore exclude each other, even if they were sliced differently.
     """
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -237,7 +247,7 @@ def _read_note(descriptor: int) -> Note:
 def _describe_note(note: Note) -> str:
     """Return the holder of a lock as text, such as " (process 12, run 20261122-…)".
 
-    The text has only fields that evener's locks contain.
+    Fields that evener wouldn't have written are left out, because the file may have been changed.
     """
     pid = note.get("pid")
     run = note.get("run")

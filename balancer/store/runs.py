@@ -1,4 +1,4 @@
-"""The runs of this user: find, list, load, delete, and replay them into a search.
+"""The runs of this user: finds, lists, loads and deletes them, and replays them into a search.
 
 The same observations give the same search, and so the same plan.
 """
@@ -60,7 +60,7 @@ State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """The line of a run in the list of runs."""
+    """A search or a training, as one line in the list of runs."""
 
     run: str
     created: str
@@ -78,14 +78,15 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def simulated(self) -> bool:
-        """True if it ran on simulated devices."""
+        """True if the run used simulated devices."""
         return is_simulated(self.devices)
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run as read from its journal.
+    """A search, as read from its journal.
 
-    A run that was cut off has the plan that its measurements give, if any.
+    `end` is the end of the run with its plan. For a run that was cut off, the plan is computed from
+    its measurements. `end` is None if they give no plan.
     """
 
     record: JournalContents
@@ -100,11 +101,11 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def plan(self) -> Plan | None:
-        """The run's plan, if it has one."""
+        """The run's plan; None if it has none."""
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """Return the plan. Raises RequestError, which says why there is none."""
+        """Return the plan. Raises RequestError, with the reason, if there is none."""
         if self.plan is not None:
             return self.plan
         reasons = {
@@ -123,24 +124,28 @@ _training_decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(Tr
 
 
 def run_folder(run: str) -> Path:
-    """Return the folder of the run with this whole id."""
+    """Return the folder of the run with this complete id."""
     return runs_folder() / run
 
 
 def journal_path(run: str) -> Path:
-    """Return the path of the journal of the run with this whole id."""
+    """Return the path of the journal of the search with this complete id."""
     return run_folder(run) / JOURNAL
 
 
 def errors_path(run: str) -> Path:
-    """Return the path of the file with the output of a run's failed children."""
+    """Return the path of the file to which the output of a run's failed children is saved.
+
+    `run` is the run's complete id.
+    """
     return run_folder(run) / "errors.txt"
 
 
 def find(name: str) -> str:
-    """Return the id of the search named by an id, a unique prefix of an id, or `last`.
+    """Return the id of the search that `name` refers to.
 
-    Raises RequestError if the name isn't a search, or if the search never began.
+    `name` is an id, a unique prefix of an id, or `last` for the newest search. Raises RequestError
+    if there is no such search, or if it never began.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -158,10 +163,11 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """Return the id of the search or training with this name.
+    """Return the id of the search or training that `name` refers to.
 
-    The name `last` is the newest run that began: a session that is killed at once leaves an empty
-    folder. Raises RequestError if no run or several runs match.
+    `name` is an id, a unique prefix of an id, or `last` for the newest run that began. A run
+    that was killed at once hasn't begun: its folder is empty. Raises RequestError if no run or
+    several runs match.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -184,15 +190,15 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Return the record of a training by its whole id; None for a search.
+    """Return the record of the training with this complete id; None if the run is a search.
 
-    Raises RequestError if it can't be read.
+    Raises RequestError if the journal can't be read.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """Return the last noise scale of the training with this name.
+    """Return the last noise scale that the training with this name has measured.
 
     The name `last` means the newest training that has a noise scale. Raises RequestError if
     there is none.
@@ -211,9 +217,9 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read a training's journal, without an incomplete last line.
+    """Return the record of a training from its journal, without an incomplete last line.
 
-    Raises RequestError, which names the line that can't be read.
+    `run` is its id. Raises RequestError, which names the line that can't be read.
     """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
@@ -241,7 +247,8 @@ def _training_path(run: str) -> Path:
 def each_run() -> Iterator[RunSummary]:
     """Yield a summary of every run, the newest first.
 
-    A run is read when its summary is requested. If it can't be read, `trouble` has the reason.
+    Each journal is read only when its summary is requested. If it can't be read, `trouble` of the
+    summary says why.
     """
     # trainings found so far: trainings by a plan are newer than its search
     trainings: Trainings = defaultdict(list)
@@ -250,9 +257,10 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return the speed of trainings with this run's plan.
+    """Return how fast trainings with this plan were.
 
-    Return None if no such training has reported a speed.
+    `run` is the id of the search that made the plan, so only newer runs are read. Return None if no
+    such training has reported a speed.
     """
     trainings = []
     for newer in reversed(_list_ids()):
@@ -266,26 +274,30 @@ def find_trained_by(run: str, plan: Plan) -> Trained | None:
 
 
 def list_runs() -> tuple[RunSummary, ...]:
-    """Return every run, newest first."""
+    """Return a summary of every run, the newest first."""
     return tuple(each_run())
 
 
 def have_runs() -> bool:
-    """True if there are any runs."""
+    """True if this user has any runs."""
     return bool(_list_ids())
 
 
 def load_run(name: str) -> StoredRun:
-    """Return a run with its measurements and its plan. Raises RequestError if it can't be read."""
+    """Return a search with its measurements and its plan.
+
+    `name` is as in `find`. Raises RequestError if the run can't be found or read.
+    """
     path = journal_path(find(name))
     record = journal.read(path)
     return StoredRun(record, _find_end(record, str(path)), *_find_state(record))
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run, with its plan in today's schema.
+    """Return the end of a run, with its plan in today's schema; None if it has no plan.
 
-    For a run that was cut off, the plan comes from its measurements.
+    For a run that was cut off, the plan is computed from its measurements. `source` names the
+    journal in errors.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
@@ -297,9 +309,9 @@ def _find_end(record: JournalContents, source: str) -> Finished | None:
 
 
 def delete_run(name: str) -> str:
-    """Delete the folder of a search or training and return its id.
+    """Delete the folder of a search or training, and return its id.
 
-    Raises RequestError if it is in progress or can't be deleted.
+    `name` is as in `find_any`. Raises RequestError if the run is in progress or can't be deleted.
     """
     run = find_any(name)
     if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
@@ -314,7 +326,7 @@ def delete_run(name: str) -> str:
 
 
 def forget_empty(folder: Path) -> None:
-    """Delete the folder of a run that has no journal."""
+    """Delete the folder of a run if it has no journal. Errors are ignored."""
     with suppress(OSError):
         if not (folder / JOURNAL).exists():
             shutil.rmtree(folder)
@@ -328,7 +340,11 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """False if a run was stopped before the first line of its journal was written."""
+    """True if the first line of a run's journal was written.
+
+    A session that is killed at once leaves a run without it. True also if the journal can't be
+    opened, because its reader then reports the error.
+    """
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -347,10 +363,10 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
-    """Return a run's line in the list.
+    """Return the summary of a run.
 
-    A training with a plan is also added to `trainings`, because the line of the plan's search shows
-    the speed of its trainings.
+    A training with a plan is also added to `trainings`, because the summary of the plan's search
+    shows how fast its trainings were.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -402,7 +418,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a run, and why it failed."""
+    """Return the state of a search and, if it failed, why; otherwise ""."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -421,9 +437,10 @@ NOTHING = Facts()  # before any child has reported facts
 def make_search(
     job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
 ) -> Search:
-    """Return a search for a job, with the known facts about its data and all observations.
+    """Return a search for a job that already knows these facts and observations.
 
-    With `spend_all`, it measures the best layouts until the budget is spent.
+    With `spend_all`, the search measures the best layouts until the budget is used up, even if they
+    are known precisely.
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
@@ -434,7 +451,7 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the plan of a run that was cut off, from its measurements.
+    """Return the end of a run that was cut off, with the plan that its measurements give.
 
     Raises NoLayoutError if they give none.
     """
@@ -451,15 +468,18 @@ def recover(record: JournalContents) -> Finished:
 
 
 def read_run(name: str) -> JournalContents:
-    """Read the journal of a run. Raises RequestError if it can't be read."""
+    """Return the content of a search's journal.
+
+    `name` is as in `find`. Raises RequestError if the run can't be found or read.
+    """
     return journal.read(journal_path(find(name)))
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the session's events from its journal alone.
+    """Yield the events of a session again, from its journal alone.
 
-    A new search gets the recorded observations. If the run failed, raise its error, as its session
-    did.
+    A new search gets the recorded observations, to compute what it predicted. If the run failed,
+    its error is raised at the end, as its session did.
     """
     header = record.header
     request = header.request
@@ -486,9 +506,9 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Replays recorded events as a session, `speed` times as fast as they happened.
+    """Replays recorded events like a session, `speed` times as fast as they happened.
 
-    No gap between events is longer than `longest_gap_seconds`.
+    Longer gaps between events are shortened to `longest_gap_seconds`.
     """
 
     def __init__(

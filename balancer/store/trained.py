@@ -1,4 +1,4 @@
-"""The speed of trainings with a plan, from their journals, and what slowed them down."""
+"""Finds how fast trainings with a plan were, from their journals, and what slowed them down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings with a plan that kept a journal. Speeds are those of the last training."""
+    """The trainings with a plan that kept a journal.
+
+    `trainings` is their number. The speeds are from the last of them.
+    """
 
     trainings: int
     samples_per_second: float  # median
@@ -34,21 +37,22 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """True if the last training was over 5 % slower than the plan predicts."""
+        """True if the last training was more than 5 % slower than the plan predicts."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return a clause that says why the training was slow, or that the reason is unknown.
+        """Return why the last training was slow, as a clause at the end of a sentence.
 
-        The clause ends a sentence.
+        If its journal doesn't show why, the clause says so.
         """
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return the speed of trainings with this plan. `trainings` has the last one first.
+    """Return how fast trainings with this plan were.
 
-    Return None if no training with the plan has reported a speed.
+    `trainings` are sorted, the last training first. Return None if no training with the plan has
+    reported a speed.
     """
     parts = [_by_plan(plan, each) for each in trainings]
     parts = list(filter(_speeds, parts))
@@ -84,8 +88,8 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
     """Yield the causes of a slow training, each as a clause.
 
-    The causes are time in its steps that isn't spent on computing, and events: shares that changed,
-    and passes that ran out of memory.
+    The causes are parts of its steps that aren't computing, such as input, and events: changed
+    shares, and passes that ran out of memory.
     """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
