@@ -1,7 +1,8 @@
 """The checks behind `evener doctor`.
 
-They check this machine, or each host of a cluster and the network between the hosts. Frameworks are
-checked in child processes, so that none is imported into this process.
+They check this machine, or each host of a cluster and the network between the hosts. Each framework
+is imported in a child process, because a broken one may crash or hang, and because this process
+doesn't need it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ EXTRAS = {  # what each extra adds, and its modules
 
 
 class Check(msgspec.Struct, frozen=True):
-    """The result of one check."""
+    """The result of one check.
+
+    `found` is one line of text, and `remedy` says what to do about a problem; "" if
+    nothing is needed.
+    """
 
     name: str
     level: Level
@@ -91,7 +96,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_machine() -> tuple[Check, ...]:
-    """Run every check and never raise. A framework that hangs is reported after two minutes."""
+    """Run every check of this machine and return the results. Raises nothing.
+
+    A framework whose import hangs is reported after two minutes.
+    """
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
@@ -109,7 +117,8 @@ def check_links(
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure the links between devices of this machine and save the results.
 
-    Return a check for each pair of devices and one for all devices together, and the measurements.
+    `driver` is the version of the GPUs' driver, and `report` is called after each measurement.
+    Return two tuples: a check for each pair of devices and for all together, and the measurements.
     For a single device, or without PyTorch, return a note and no measurements.
     """
     if len(devices) < 2:
@@ -129,7 +138,7 @@ def check_links(
 def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
     """Return the check for the link between one set of devices.
 
-    It covers all transports that were measured.
+    `measurements` has one measurement per transport, the default transport first.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
@@ -155,10 +164,10 @@ def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
 
 
 def write_link(measurement: LinkMeasurement) -> str:
-    """Return a link's measured speed and latency as text, after the name of the transport.
+    """Return the result of one measurement as text: the transport, its speed and its latency.
 
-    For the transport "as it is", the text is, for example, `as it is 6.1 GB/s, 28 µs`. For a
-    measurement that failed, the text says how it failed.
+    For example, `as it is 6.1 GB/s, 28 µs` for the default transport. If the measurement failed,
+    the text says how.
     """
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
@@ -168,7 +177,7 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Return the check of a vendor's driver version, and the number of devices it reports."""
+    """Check a vendor's driver. Return the result, and the number of devices that it reports."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -183,9 +192,10 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check the frameworks.
+    """Check whether the frameworks can be imported and see all GPUs.
 
-    One working framework is enough, so a problem with the other is only a note.
+    `gpus` is the number of GPUs that the drivers report. One working framework is enough, so a
+    problem with the other is then only a note.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -225,7 +235,10 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Check that a working framework sees all GPUs that the driver reports."""
+    """Return the check of a framework that can be imported: does it see all GPUs?
+
+    `seen` is the number that it sees, and `gpus` the number that the drivers report.
+    """
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -239,9 +252,9 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that don't work together.
+    """Return a check for each pair of installed packages that don't work together.
 
-    There is also a check if Keras is too old.
+    There is also one if Keras is too old.
     """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
@@ -268,7 +281,7 @@ def _check_clashes() -> list[Check]:
 def _check_extras() -> Check:
     """Return a check that lists the optional extras that aren't installed.
 
-    It gives the command that installs them.
+    Its remedy is the command that installs them.
     """
     missing = [
         name
@@ -314,16 +327,20 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The results of one host's checks, and the versions that a training would use there."""
+    """The results of one host's checks, and the versions of the software on that host.
+
+    The versions must be equal on all hosts that train together.
+    """
 
     checks: tuple[Check, ...]
     versions: dict[str, str]
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts that `spec` names: their software, versions, ports and devices.
+    """Check the hosts of the Ray cluster at `address` that the devices in `spec` are on.
 
-    A host that can't be reached becomes a failed check.
+    The checks are of their software, versions, ports and devices. A host that can't be reached
+    becomes a failed check.
     """
     terms = parse_request(spec)
     try:
@@ -351,9 +368,9 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node.
+    """Start an agent, which runs the checks, on each node.
 
-    Return the agents, and a failed check for each node without one.
+    Return the agents, and a failed check for each node on which none could be started.
     """
 
     def start(node: Node) -> Agent | Check:
@@ -372,7 +389,8 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
     """Run the checks of this host, and collect the versions that must be equal on all hosts.
 
-    This runs on each host.
+    An agent calls this on each host. `own` is the host's name, and `hosts` are the names
+    of all hosts.
     """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
@@ -380,7 +398,7 @@ def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
 
 
 def _check_interface(other: str) -> Check:
-    """Check the network interface through which gloo and NCCL reach another host."""
+    """Check the network interface through which gloo and NCCL connect to the host `other`."""
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -405,7 +423,7 @@ def _check_interface(other: str) -> Check:
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
     """Merge equal checks of several hosts, in the order of the first host's checks.
 
-    A check lists its hosts unless every host has it.
+    A check names its hosts, unless all hosts have the same result.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
@@ -438,7 +456,10 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host can connect to ports of every other host."""
+    """Check that every host can connect to ports of every other host.
+
+    Return an empty tuple for a single host.
+    """
     if len(agents) < 2:
         return ()
     remedy = (
@@ -452,9 +473,9 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Return the connections between hosts that fail.
+    """Try to connect from every host to every other, and return the connections that fail.
 
-    Each is the host that connects, the address and port that it connects to, and the reason.
+    Each has the host that connects, the address and port of the other, and the reason.
     """
     with ExitStack() as stack:
         listeners = {

@@ -1,6 +1,6 @@
 """The events that a session reports, and the thread that reports them.
 
-They are reported to a terminal, a screen or a reader of journals.
+A terminal, a screen or the player of a journal receives the events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CLOSE_SECONDS = 5.0
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The session began.
 
-    `replayed` observations were read from the journal instead of being measured.
+    `replayed` is the number of observations that were read from the journal of a resumed run
+    instead of being measured.
     """
 
     run: str
@@ -42,9 +43,9 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """The progress of a running measurement, reported at least once a second.
+    """The progress of a running measurement.
 
-    Each report replaces the measurement's earlier one.
+    Reports follow at least once a second, and each one replaces the measurement's previous report.
     """
 
     probe: Probe
@@ -62,7 +63,10 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement ended, was written to the journal, and was passed to the search."""
+    """A measurement ended, was written to the journal, and was passed to the search.
+
+    `belief` is what the search now predicts; `best` is the best layout until now.
+    """
 
     seen: Observation
     belief: Belief
@@ -73,7 +77,7 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """No new probe starts until the session continues."""
+    """The session is paused: no new probe starts until it continues."""
 
     at_seconds: float
 
@@ -81,7 +85,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The session ended with a plan. The journal stores this event as a line.
 
-    A resumed run may end again, and then the last end counts.
+    A resumed run may end again. Then only the last end counts.
     """
 
     plan: Plan
@@ -97,14 +101,14 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Does work and reports events meanwhile.
+    """Does work and reports events about it.
 
-    `run` does the work on the caller's thread. Otherwise the work has a separate thread, and the
-    caller reads `events`. Subclasses implement `_work`, which reports with `_emit`, waits for
-    `_going` before it begins each piece of work, and returns once `_halt` is set.
+    Either `run` does the work on the caller's thread, or the caller reads `events`, and the work
+    has a separate thread. A subclass implements `_work`, which reports events with `_emit`, waits
+    for `_going` before it begins each piece of work, and returns once `_halt` is set.
 
-    A signal that interrupts the reader of the events is safe: the signal handler calls `stop`, and
-    the reader can continue.
+    If a signal interrupts the reader of the events, the signal handler can call `stop`, and the
+    reader can continue to read.
     """
 
     def __init__(self) -> None:
@@ -116,37 +120,41 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the work on this thread, and report each event as it happens.
+        """Do the work on this thread, and pass each event to `report` as it happens.
 
-        `report` may be called from another thread.
+        The calls of `report` may come from other threads.
         """
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
-        """Start the work and yield its events.
+        """Start the work and yield its events until it ends.
 
-        An exception that ended the work is raised here. Can be iterated again after an interrupt.
+        If an exception ended the work, it is raised here. After an interrupt, call this again to
+        get the remaining events.
         """
         if self._thread.ident is None:
             self._thread.start()
         return iter(self._next_event, None)
 
     def stop(self) -> None:
-        """Ask the work to end soon. Safe to call from any thread or signal handler."""
+        """Request that the work ends soon. Safe to call from any thread or signal handler."""
         self._halt.set()
         self._going.set()
 
     def pause(self) -> None:
-        """Start no new work. Work in progress continues."""
+        """Make the work begin nothing new until `unpause`. What has begun continues."""
         self._going.clear()
 
     def unpause(self) -> None:
-        """Continue after `pause`."""
+        """Let the work begin new pieces again, after `pause`."""
         self._going.set()
 
     def close(self) -> None:
-        """Stop the work and wait until it has ended. May be called more than once."""
+        """Stop the work and wait until it has ended, for at most `CLOSE_SECONDS`.
+
+        May be called more than once.
+        """
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Families of layouts: each family is one way to use the devices.
+"""Families of layouts: each family is one way to use the devices, such as an even split.
 
 A search compares layouts of the requested families. `Family` is the interface of a family;
 `FAMILIES` has all families by name.
@@ -25,29 +25,30 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A workload's own way to place the parts of its model on devices."""
+    """A named way of the workload to place the parts of its model on devices."""
 
     name: str
     devices: int = 2  # maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
-    """The part of a search's options that families read: the workload's placements."""
+    """The part of a search's options that families use."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The workload's own ways to place the parts of its model on devices."""
+        """The placements of the workload; empty if it has none."""
 
 
 class SearchView(Protocol):
-    """The results of exploration from which families choose their layouts.
+    """The results of a search's exploration, from which families choose layouts for the race.
 
-    Lists are sorted, best first.
+    Exploration measures each device, and a few splits; the race then compares candidate layouts in
+    turns. Lists are sorted, best first.
     """
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices of the request."""
 
     @property
     def options(self) -> PlacementOptions:
@@ -55,14 +56,14 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts without a batch of their own.
+        """The global batch of layouts for which exploration finds none, such as placements.
 
-        It is None before it is known, or if rows are assigned by cost.
+        It is None until exploration has found it, or if rows are assigned by cost.
         """
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """Layouts on one device: the best device, and others that may beat it."""
+        """The layouts on one device worth racing: on the fastest device, and on close rivals."""
 
     @property
     def splits(self) -> Sequence[Layout]:
@@ -70,18 +71,21 @@ class SearchView(Protocol):
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Even splits whose global batch is close to the best split's."""
+        """Even splits for the race, with a global batch close to the best split's."""
 
     @property
     def shards(self) -> Sequence[Layout]:
         """The sharded layouts worth racing.
 
-        Empty if each device can hold the whole model and shards weren't requested.
+        Empty if each device can hold the whole model and the user didn't request shards.
         """
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best pack of each mode, or the first pack to try if no pack of that mode ran."""
+        """The best pack of each mode, such as plain processes or MPS.
+
+        If no pack of a mode has been measured, its first pack to try is listed.
+        """
 
 
 class Family(ABC):
@@ -104,52 +108,56 @@ class Family(ABC):
 
     @property
     def traits(self) -> Traits:
-        """The traits that all layouts of the family share."""
+        """The traits that all layouts of the family share, such as training on one device."""
         return KINDS[self.kind]
 
     @abstractmethod
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the family's layouts for the race, best first."""
+        """Return the family's layouts for the race, best first.
+
+        Return an empty sequence if exploration hasn't found what they need.
+        """
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return a layout's name for tables.
+        """Return a layout's name for tables, such as `best split`.
 
-        With `another`, the name indicates that the layout isn't the family's first. `devices` is
-        the number of devices.
+        `devices` is the number of devices of the request. With `another`, return a name for a
+        second layout of the family, such as `another split`.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        A verdict begins with this text. `labels` are the names of all devices. `ratios` are the
-        fractions of each batch's work, by device.
+        A verdict begins with this text. `labels` are the names of all devices, and `ratios` their
+        fractions of the work of a batch.
         """
 
 
 def write_rows(layout: Layout) -> str:
-    """Return a layout's samples per device as text, such as `826 + 571`.
+    """Return the samples per device of a layout as text, such as `826 + 571`.
 
-    If there are many devices, return only the sum.
+    If the layout uses many devices, return only the sum.
     """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.computing]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
 
 
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
-    """Return a layout's devices as text, such as `GPU:0 + GPU:1`.
+    """Return the labels of a layout's devices as text, such as `GPU:0 + GPU:1`.
 
-    If there are many devices, return only their number.
+    `labels` are the labels of all devices. If the layout uses many devices, return
+    only their number.
     """
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Return the devices' fractions of the work as text, such as `0.591 : 0.409`.
+    """Return the fractions of the work on a layout's devices as text, such as `0.591 : 0.409`.
 
-    Return "" if there are many devices.
+    `ratios` are the fractions of all devices. Return "" if the layout uses many devices.
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
@@ -162,11 +170,11 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best solo layout, and solo layouts of other devices that may be faster."""
+        """Return the layouts on the fastest single device and on devices that may be faster."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best solo layout, or of another one."""
+        """Return the name of the best solo layout or, with `another`, of a second one."""
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -176,7 +184,7 @@ class SoloFamily(Family):
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the device counts of the even splits that are measured: 2, 4, 8, ... and all."""
+    """Return the numbers of devices for which even splits are measured: 2, 4, 8, ... and all."""
     counts = []
     count = 2
     while count < devices:
@@ -188,9 +196,10 @@ def device_counts(devices: int) -> tuple[int, ...]:
 def split_evenly(
     devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
 ) -> Layout | None:
-    """Divide the batch evenly among the devices at `positions`, in whole quanta.
+    """Divide the batch evenly among the devices at `positions`, in multiples of `quantum` rows.
 
-    Return None if the batch isn't a multiple of the quantum, or has fewer quanta than devices.
+    `devices` is the number of devices of the request. Return None if the batch isn't a multiple of
+    the quantum, or is too small to give each device one quantum.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -199,7 +208,10 @@ def split_evenly(
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """True if the shares of the active devices are rows and differ by at most one quantum."""
+    """True if the shares of a split's devices differ by at most `quantum` rows.
+
+    False for a single device, and if rows are assigned by cost.
+    """
     active = [layout.shares[i] for i in layout.active]
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
@@ -218,12 +230,12 @@ class EvenFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return even splits over all devices and over fewer devices.
 
-        Return none until the global batch for splits is known.
+        Return an empty sequence until exploration has found the global batch of splits.
         """
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of an even split, with its number of devices unless it uses all."""
+        """Return the name of an even split, with its number of devices if it doesn't use all."""
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
@@ -234,7 +246,7 @@ class EvenFamily(Family):
 
 
 class SplitFamily(Family):
-    """One training whose shares let all devices finish at the same time."""
+    """Splits: one training whose shares make all devices finish at the same time."""
 
     name = kind = "split"
     fewest_devices = 2
@@ -244,14 +256,14 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the preferred split, and others that may be faster.
+        """Return the split that is predicted to be fastest, and others that may be faster.
 
-        One of the others may use a single device.
+        If a single device may be faster, its layout is among them.
         """
         return view.splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best split, or of another one."""
+        """Return the name of the best split or, with `another`, of a second one."""
         return "another split" if another else BEST_SPLIT
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -270,7 +282,7 @@ class SplitFamily(Family):
 class ShardFamily(Family):
     """One training whose model state is sharded in proportion to the devices' free memory.
 
-    Its rows are divided in proportion to the devices' speed.
+    The rows of a batch are divided in proportion to the devices' speed.
     """
 
     name = kind = "shard"
@@ -280,7 +292,7 @@ class ShardFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return sharded layouts.
+        """Return the sharded layouts worth racing.
 
         Their rows are divided in proportion to the devices' speed, and the model's state in
         proportion to the memory that these rows leave free.
@@ -288,7 +300,7 @@ class ShardFamily(Family):
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a sharded layout for tables."""
+        """Return the name of the sharded layout or, with `another`, of a second one."""
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
@@ -307,16 +319,17 @@ class ShardFamily(Family):
 def pack_on(
     single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
 ) -> Layout:
-    """Return a pack: several trainings side by side on the device of the solo layout `single`.
+    """Return a pack of `processes` trainings on the device of the solo layout `single`.
 
-    Each training has the solo layout's batch unless `batch` is given.
+    Each training has the global batch of `single`, unless `batch` is given. `mode` is how the
+    trainings share the device.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
 
 class PackFamily(Family):
-    """Trainings side by side on one device, as many as give the highest total throughput."""
+    """Packs: as many trainings on one device as give the highest total throughput."""
 
     name = kind = "pack"
     simplicity = 4
@@ -325,7 +338,10 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best pack of each mode, or the smallest pack if none of that mode has run."""
+        """Return the best pack of each mode, such as plain processes or MPS.
+
+        If no pack of a mode has been measured, its smallest pack is returned.
+        """
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
@@ -340,10 +356,10 @@ class PackFamily(Family):
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Return a layout that places the parts of the model on the first devices.
+    """Return the layout that trains with a placement and this global batch.
 
-    Its shares only mark which devices take part. Return None if there are too few devices or
-    samples.
+    `devices` is the number of devices, of which the first ones are used. The layout's shares only
+    mark these devices. Return None if there are too few devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -351,7 +367,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process, with the model's parts placed on devices by the workload."""
+    """One training in one process, whose model's parts the workload places on devices."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -360,14 +376,17 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return a layout for each placement, with the common global batch."""
+        """Return a layout for each of the workload's placements, with the common global batch.
+
+        Return an empty sequence until exploration has found that batch.
+        """
         if view.common_batch is None:
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a placement, such as `place towers`."""
+        """Return the name of a layout with a placement, such as `place towers`."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
@@ -391,7 +410,10 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family. `traits` are those of its layouts if they have a kind of their own."""
+    """Register a family, so that searches can use it.
+
+    If the layouts of the family are of a new kind, `traits` are the traits of that kind.
+    """
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
@@ -407,11 +429,14 @@ def find_family(name: str) -> Family:
 
 
 def find_families(names: Iterable[str]) -> tuple[Family, ...]:
-    """Return the families with these names, in the order of the registry."""
+    """Return the families with these names, without duplicates, in the order of `FAMILIES`.
+
+    Raises RequestError if a name is unknown.
+    """
     wanted = {find_family(name).name for name in names}
     return tuple(family for name, family in FAMILIES.items() if name in wanted)
 
 
 def family_of(layout: Layout) -> Family:
-    """Return the family of a layout, which its kind determines."""
+    """Return the family to which layouts of this layout's kind belong."""
     return FAMILIES[layout.kind]

@@ -1,8 +1,8 @@
-"""Turns a request into a job.
+"""Turns a request into a job: finds the devices and the workload, and checks all options.
 
-It finds the devices and the workload, and checks everything before anything starts: every error in
-a request is found here, before a run is created or a child is started. For a comparison, it also
-decides which layouts can be measured on these devices, and explains why the others can't.
+Every error in a request is found here, before a run is created or a child is started. For a
+comparison, the module also decides which layouts can be measured on these devices, and explains why
+the others can't.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_DEVICES = 1024
 
 
 def make_job(request: Request) -> Job:
-    """Resolve a request to a job.
+    """Find the devices and the workload of a request, check everything, and return the job.
 
     Raises RequestError or DeviceError, which says what is wrong or missing.
     """
@@ -68,7 +68,7 @@ def make_job(request: Request) -> Job:
 
 
 def read_job(header: Header) -> Job:
-    """Return the job of a journal.
+    """Return the job of a run from the header of its journal.
 
     Raises RequestError if no search can run it, because the file may have been edited.
     """
@@ -78,7 +78,10 @@ def read_job(header: Header) -> Job:
 
 
 def _check_fit(job: Job, settings: object) -> None:
-    """Raise RequestError for options that the devices or the framework don't support."""
+    """Raise RequestError for options that the devices or the framework don't support.
+
+    `settings` are the workload's settings.
+    """
     request = job.request
     devices = job.devices
     if job.machine is not None:
@@ -96,7 +99,7 @@ def _check_fit(job: Job, settings: object) -> None:
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
-    """Raise RequestError if the engine can't train in this framework on these devices."""
+    """Raise RequestError if the engine can't synchronize these devices in this framework."""
     if framework != "tensorflow":
         raise RequestError(
             f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."
@@ -118,7 +121,7 @@ def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> Non
 
 
 def _check_writable(settings: object) -> None:
-    """Raise RequestError for settings that a journal can't store."""
+    """Raise RequestError if the workload's settings can't be written to a journal."""
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
@@ -128,7 +131,10 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raise RequestError if a device can't report its energy."""
+    """Raise RequestError if the objective needs energy and a device can't report it.
+
+    `machine` is the simulated machine, if any.
+    """
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -144,7 +150,7 @@ def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Return notes on the devices and on other programs that use them.
+    """Return notes for the user about the devices and other programs that use them.
 
     Raises RequestError or DeviceError if a host can't train on its devices.
     """
@@ -156,9 +162,9 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if a split on one host is measured with TensorFlow's servers.
+    """Return a note if TensorFlow's servers will listen on the network; otherwise, an empty tuple.
 
-    These servers have no password.
+    They are used for a split with one process per device, and anyone who reaches them can run code.
     """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
@@ -168,9 +174,10 @@ def _find_open_servers(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Return notes on GPUs that other programs use.
+    """Check every host, and return notes on GPUs that other programs use.
 
-    Raises RequestError or DeviceError if a host can't train on its devices.
+    `hosts` has the devices of each host by its name; "" is this machine. Raises RequestError or
+    DeviceError if a host can't train on its devices.
     """
     notes: list[str] = []
     for host, own in hosts.items():
@@ -188,10 +195,10 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Return notes on devices of this machine that other programs use.
+    """Check this machine, and return notes on its devices that other programs use.
 
-    Raises an error if the framework can't train on the devices, and DeviceError if other programs
-    hold the memory of all of them.
+    Raises RequestError if the framework isn't installed or can't use the devices, and DeviceError
+    if other programs hold the memory of all of them.
     """
     if framework != "none" and find_spec(framework) is None:
         raise RequestError(
@@ -277,7 +284,10 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that has no solution."""
+    """Raise RequestError for a problem that has no solution.
+
+    An example is a global batch with fewer samples than devices.
+    """
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share
@@ -315,10 +325,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Resolve a request as `make_job` does, and add the layouts to compare on these devices.
+    """Make a job as `make_job` does, with the layouts to compare on these devices.
 
-    `request.compare.left_out` explains which of the named layouts aren't possible. Raises
-    RequestError for unknown names, or if no layout is left.
+    `layouts` are names of families; None for all. `knobs` are names of options to try.
+    `request.compare.left_out` of the job says which of them aren't possible here. Raises
+    RequestError for unknown names, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -348,7 +359,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if trainings that run side by side would share GPUs through a daemon."""
+    """Return a note if trainings side by side would share their GPU through a running MPS daemon.
+
+    Return an empty list otherwise. `kinds` are the traits of the families to compare.
+    """
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
         return ["An MPS daemon runs: processes share GPUs through it."]
@@ -358,7 +372,7 @@ def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """Return the families that can be compared here, and a message for each that can't."""
+    """Return the families that can be compared here, and one message for each that can't."""
     possible = []
     notes = []
     for family in families:
@@ -371,11 +385,11 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a search request as `make_job` does, and add knobs.
+    """Make a job as `make_job` does, whose search also measures the best layout with each knob.
 
-    The best layout is also measured with each knob, which sets a number of loader worker processes.
-    `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError for
-    any knob other than `workers`.
+    The only name in `knobs` may be `workers`, which stands for several numbers of loader worker
+    processes. `request.compare.left_out` of the job says if that isn't possible here. Raises
+    RequestError for any other name.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)
@@ -387,7 +401,10 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs that can be tried here, and why the other knobs can't."""
+    """Return the knobs that can be tried here, and messages about those that can't.
+
+    `tried` are the names that the user gave.
+    """
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -409,9 +426,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words without duplicates, in the order of `allowed`.
+    """Return the given words without duplicates, in the order of `allowed`.
 
-    Raises RequestError if a word isn't allowed.
+    `option` is the option that the error names. Raises RequestError if a word isn't allowed.
     """
     for word in words:
         if word not in allowed:
@@ -432,7 +449,10 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Explain why a family of layouts can't be measured. Return "" if it can."""
+    """Return why no layout of a family can be measured, as a clause; "" if one can.
+
+    `placements` are the workload's placements.
+    """
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:
@@ -458,9 +478,9 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the pack modes to compare.
+    """Return the ways to run several trainings side by side that should be compared.
 
-    They are plain processes and, on GPUs in TensorFlow, also logical devices.
+    They are plain processes ("") and, for TensorFlow on GPUs, also logical devices.
     """
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
     return ("", "logical") if parts else ("",)

@@ -1,8 +1,8 @@
 """The journal of a run: a JSON Lines file that is only appended to.
 
-Each line is written to disk before it takes effect. A kill or a full disk may leave an incomplete
-last line, which is cut off; a broken line before the last is an error that names the line. A
-journal is trusted only if its file belongs to this user and nobody else may write to it.
+Each line is written to disk before the session acts on it. A kill or a full disk may leave an
+incomplete last line, which is cut off; a broken line before the last is an error that names the
+line. A journal is trusted only if its file belongs to this user and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class UnwrittenError(RequestError):
-    """A journal line can't be written, for example because the disk is full.
+    """A line can't be written to the journal, for example because the disk is full.
 
     Earlier lines are intact.
     """
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal: the request, and the devices it was made for."""
+    """The first line of a journal: the request, and the devices that were found for it."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -63,7 +63,10 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
     @property
     def job(self) -> Job:
-        """The job of the run, with the devices that it was measured on."""
+        """The job of the run, with the devices on which it was measured.
+
+        The simulated machine and the driver aren't recorded, so they are missing.
+        """
         return Job(
             self.request,
             self.devices,
@@ -75,27 +78,27 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """The search requested these probes, which run at the same time."""
+    """The search requested these probes, all of which run at the same time."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # on the session's clock
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The result of one probe."""
+    """The result of one probe, and when it arrived on the session's clock."""
 
     seen: Observation
     at_seconds: float
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """The facts that children have reported so far, about software, engine, data and model."""
+    """All facts about software, data and model that children have reported until this line."""
 
     facts: Facts
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
-    """The session ended without a plan. `message` is the reason."""
+    """The session ended without a plan; `message` says why."""
 
     message: str
     at_seconds: float
@@ -107,7 +110,10 @@ _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """The content of a journal. `whole_bytes` is its size without an incomplete last line."""
+    """The content of a journal.
+
+    `whole_bytes` is the size of its complete lines, without an incomplete last line.
+    """
 
     header: Header
     entries: tuple[LaterEntry, ...]
@@ -120,12 +126,12 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """Every observation without its time, in the order of measurement."""
+        """The observations without their times, in the order of measurement."""
         return tuple(entry.seen for entry in self.seen)
 
     @property
     def facts(self) -> Facts:
-        """The most recently reported facts."""
+        """The most recent facts; empty before any child has reported some."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -133,7 +139,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The probes of the last request that have no observation yet; None if all have one."""
+        """The last request for probes, and those of its probes that have no observation yet.
+
+        None if all have one.
+        """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):
@@ -145,9 +154,9 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The session clock's value from which a resumed run continues.
+        """The time of the session's clock, in seconds, at which a resumed run continues.
 
-        It is the time of an unanswered request for probes, or of the last observation.
+        It is the time of the pending request for probes or, without one, of the last observation.
         """
         pending = self.pending
         if pending is not None:
@@ -156,7 +165,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last end of the run; None if something was measured after it."""
+        """The entry with which the run last ended.
+
+        None if the run hasn't ended, or if something was measured later.
+        """
         last = next(
             (
                 entry
@@ -169,22 +181,25 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The last end of the run, if it had a plan."""
+        """The entry with which the run last ended, if it ended with a plan; otherwise None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
 
 class Journal:
-    """An open journal. `append` returns once the line is on disk."""
+    """A journal that is open for appending.
+
+    `append` returns once the line is on disk.
+    """
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Append one line.
+        """Append an entry as one line, and wait until it is on disk.
 
-        Raises UnwrittenError if that fails. Earlier lines are then unchanged.
+        Raises UnwrittenError if that fails; earlier lines are then unchanged.
         """
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
@@ -207,9 +222,9 @@ class Journal:
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Create a journal that only this user can access, and its folder if necessary.
+    """Create a journal that begins with `header` and that only this user can access.
 
-    Raises RequestError if it can't be written.
+    Its folder is created if necessary. Raises RequestError if the file exists or can't be written.
     """
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,7 +242,10 @@ def create(path: Path, header: Header) -> Journal:
 
 
 def reopen(path: Path) -> tuple[Journal, JournalContents]:
-    """Read a journal and open it for more entries. An incomplete last line is cut off."""
+    """Read a journal, and open it for more entries.
+
+    An incomplete last line is cut off. Raises RequestError as `read` does.
+    """
     record = read(path)
     with _writing(path, "Check who may write it."):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
@@ -236,7 +254,7 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 
 
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
-    """Read the content of a journal.
+    """Return the content of a journal.
 
     A `foreign` journal may belong to any user: it is only displayed, and nothing that it requests
     is run. Raises RequestError, which names the file and the invalid line.
@@ -263,7 +281,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what to do about a broken line."""
+    """Return what the user can do about a broken line. `line` names it."""
     return (
         "Copy the file again."
         if foreign
@@ -298,7 +316,10 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Return the entry of a line. Its verdict may have the field names used before 0.3."""
+    """Return the entry in a line.
+
+    A verdict may have the names of fields that were used before version 0.3.
+    """
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -316,7 +337,7 @@ class _SchemaOnly(msgspec.Struct):
 def _check_schema(text: bytes, path: Path) -> None:
     """Raise RequestError if the first line was written by a newer evener.
 
-    The rest of the line doesn't matter.
+    Other errors in the line are ignored, because they are reported when it is decoded.
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         schema = msgspec.json.decode(text, type=_SchemaOnly).schema
@@ -326,10 +347,10 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry.
+    """Return the entry if it fits the header.
 
-    Raises RequestError for a second header, and for values that can't have been measured on
-    the header's devices.
+    Raises RequestError for a second header, and for values that can't have been measured on the
+    header's devices. `where` names the file and line.
     """
     if isinstance(entry, Header):
         raise RequestError(
@@ -343,9 +364,9 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if the entry's sizes match each other and the header's devices.
+    """True if the sizes in an entry match each other and the header's devices.
 
-    Single numbers were already checked during decoding.
+    Decoding has already checked single numbers.
     """
     devices = len(header.devices)
     match entry:
@@ -383,7 +404,7 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Read a plain file up to a maximum size.
+    """Return the content of a plain file, if it isn't larger than a maximum size.
 
     Raises RequestError unless the file belongs to this user and nobody else may write to it. A
     `foreign` file may belong to anybody.

@@ -1,8 +1,8 @@
-"""The memory for a training's state, by training method: all parameters, LoRA or QLoRA.
+"""The memory of a training's state for different training methods: full, LoRA and QLoRA.
 
-Bytes are per parameter of the model. For models of 1 to 8 billion parameters, adapters of rank
-16 on all linear layers have about a hundredth as many parameters, with gradients and AdamW's
-averages in float32.
+It is given in bytes per parameter of the model. For models of 1 to 8 billion parameters, adapters
+of rank 16 on all linear layers have about a hundredth as many parameters. Their gradients and
+AdamW's averages are in float32.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
-    """A training method, with its memory per parameter in bytes.
+    """A training method, with the memory of its state in bytes per parameter of the model.
 
-    Some bytes per parameter are sharded. Each device holds the others whole.
+    `divided_bytes` are divided among the devices in sharded training. Each device holds all
+    of the `whole_bytes`.
     """
 
     kind: str
@@ -26,21 +27,24 @@ class TrainingMethod(msgspec.Struct, frozen=True):
     whole_bytes: float = 0.0
 
     def bytes_needed(self, parameters: int) -> int:
-        """Return the bytes of a model's state on one device."""
+        """Return the bytes of the state on a device that holds the whole model.
+
+        `parameters` is the number of the model's parameters.
+        """
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the largest number of parameters if each device holds the whole model.
+        """Return the most parameters that a model can have if each device holds the whole model.
 
         `limits` are the devices' memory in bytes.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """Return the largest number of parameters if the model is sharded over the devices.
+        """Return the most parameters that a model can have if it is sharded over the devices.
 
-        `limits` are the devices' memory in bytes. Each device also holds the unsharded bytes, so
-        the device with the least memory may set the limit.
+        `limits` are the devices' memory in bytes. Each device also holds the bytes that aren't
+        sharded, so the device with the least memory may set the limit.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

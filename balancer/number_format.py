@@ -22,7 +22,7 @@ def rate(samples_per_second: float) -> str:
 def factor(times: float) -> str:
     """Return a factor as text, such as 0.83, 2.7 or 140.
 
-    It has two digits. From 10 on, it is an integer.
+    It has two significant digits; from 10 on, it is a whole number.
     """
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
@@ -30,13 +30,13 @@ def factor(times: float) -> str:
 def efficiency(samples_per_joule: float) -> str:
     """Return samples per joule as text, such as 0.699, 28 or 3 197.
 
-    There are three significant digits. From 1000 on, the format is that of `rate`.
+    There are three significant digits. From 1000 on, the number is written as `rate` does.
     """
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Return seconds as milliseconds in text, such as 0.48 ms, 7.1 ms or 157 ms.
+    """Return a duration as text in milliseconds, such as 0.48 ms, 7.1 ms or 157 ms.
 
     There are two decimals below 1 ms and one below 10 ms.
     """
@@ -48,7 +48,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Return a fraction as a percentage: 0.173 is "17 %"."""
+    """Return a fraction as a percentage: 0.173 is "17 %". `digits` is the number of decimals."""
     return f"{share * 100:.{digits}f} %"
 
 
@@ -58,7 +58,8 @@ STATE_ONLY = "state only"  # in place of a share: the device holds state and com
 def write_share(batch: int, micro: int) -> str:
     """Return a share as text, with its passes of up to `micro` rows.
 
-    For example, 820 for one pass, 820 = 2 × 410, or 820 = 2 × 273 + 274.
+    For example, 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several passes. If
+    `micro` is 0, the share is one pass.
     """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
@@ -68,26 +69,29 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half the width of a value's 95 % interval, relative to the value.
+    """Return half of the width of a value's 95 % interval, divided by the value.
 
-    If the part above the value is wider than half of the interval, return that part instead,
-    because the lower part ends at 0. Return 0 for a value of 0.
+    If the part above the value is wider than half of the interval, that part is used instead,
+    because the lower part can't extend below 0. Return 0 for a value of 0.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Return half the width of a 95 % interval as a percentage of the value, as after ±: 0.4 %."""
+    """Return the relative error of a value from its 95 % interval, as text to follow ±.
+
+    For example, 0.4 %.
+    """
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """Return a relative error as a percentage, as after ±: 0.4 %, < 0.05 %."""
+    """Return a relative error as text to follow ±, such as 0.4 % or < 0.05 %."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text, such as 0.4 s, 12 s, 3 min 20 s or 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -101,12 +105,15 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return the time of a step, or of a part of it, as text: 0.48 ms, 157 ms, 12 s."""
+    """Return the duration of a step or of its part as text, such as 0.48 ms, 157 ms or 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
 def size(count: float) -> str:
-    """Return bytes as text in binary units with three significant digits: 512 MiB, 7.63 GiB."""
+    """Return a number of bytes as text in binary units, such as 512 MiB or 7.63 GiB.
+
+    There are three significant digits.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000 or unit == "GiB":
             break
@@ -115,24 +122,27 @@ def size(count: float) -> str:
 
 
 def count_words(count: float) -> str:
-    """Return a count as text with grouped thousands: 12 040."""
+    """Return a number as text with grouped thousands, such as 12 040."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def millions(count: int) -> str:
-    """Return a large number as short text: 740 million, 2.1 billion."""
+    """Return a large number as short text, such as 740 million or 2.1 billion."""
     return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Return pairs of a share and its rows per pass as text.
+    """Return shares as text. Each is a pair of samples and rows per pass.
 
-    For example, 150 + 106, or in passes (820 = 2 × 410) + 568.
+    For example, 150 + 106, or with passes (820 = 2 × 410) + 568.
     """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """Return words as a list in a sentence: one, two and three."""
+    """Return words as a list in a sentence, such as "one, two and three".
+
+    `last` is the word before the last one: "and" or "or".
+    """
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

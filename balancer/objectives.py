@@ -1,6 +1,7 @@
 """The objectives: the metrics that a search can maximize.
 
-`Objective` is the interface of an objective. `OBJECTIVES` lists the objectives, the default first.
+`Objective` is the interface of an objective. `OBJECTIVES` has the objectives by name,
+the default first.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .types import Power, Timed
 class Objective(msgspec.Struct, frozen=True):
     """A metric to maximize; samples/s unless a subclass overrides it.
 
-    An objective that `trades_speed` chooses the layout with the highest `value` among the layouts
-    that are at most a given fraction slower than the fastest. Other objectives choose by speed.
+    If `trades_speed`, the search chooses the layout with the highest `value` among the layouts that
+    are at most a given fraction slower than the fastest. Otherwise it chooses by speed.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -31,40 +32,40 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # needs the power of the devices
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the objective's value for a layout that trains at this rate; 0 if it is unknown.
+        """Return the metric's value for a layout that trains at this rate; 0 if it is unknown.
 
-        It is computed from the layout's measurements.
+        `turns` are the measurements of the layout.
         """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's costs per second; empty if they are unknown.
+        """Return the costs per second of each device; an empty list if they are unknown.
 
-        A device has one cost while it trains, and another while only other devices train. The
-        predicted value of a split is its samples/s divided by the sum of these costs.
+        `seen` are all measurements, and `devices` is the number of devices. Each device has two
+        costs: one while it trains, and one while only other devices train. The predicted value of a
+        split is its samples/s divided by the sum of these costs.
         """
         return []
 
     def write(self, value: float) -> str:
-        """Format a value with its unit."""
+        """Return a value as text with its unit."""
         return f"{value:.3g} {self.unit}"
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power of all devices of the request in watts.
+    """Return the mean power, in watts, over the turns in which every device reported its power.
 
-    The mean is over the turns in which every device reported its power. Return None if there are no
-    such turns.
+    Return None if there are no such turns.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
 
 
 class Energy(Objective, frozen=True):
-    """Samples/s divided by the power of all devices of the request, including idle devices."""
+    """Samples per joule: samples/s divided by the power of all devices, including idle ones."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return samples per joule.
+        """Return samples per joule; 0 if the power is unknown.
 
         They are computed from the mean power over the turns in which every device
         reported its power.
@@ -73,10 +74,10 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's power in watts; 0 if it is unknown.
+        """Return each device's power in watts while it trains, and while only other devices train.
 
-        A device has the highest power that it drew while it trained, and the lowest while others
-        trained.
+        The first is the highest power that was measured, and the second the lowest. An unknown
+        power is 0. Return an empty list if no device reports its power while it trains.
         """
         drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
         found = []
@@ -87,7 +88,7 @@ class Energy(Objective, frozen=True):
         return found if any(active for active, _ in found) else []
 
     def write(self, value: float) -> str:
-        """Return a value as text: 3.45 samples per joule."""
+        """Return a value as text, such as `3.45 samples per joule`."""
         return f"{efficiency(value)} {self.unit}"
 
 
@@ -106,7 +107,7 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAM
 
 
 def add(objective: Objective) -> None:
-    """Register an objective."""
+    """Register an objective under its name, so that searches can use it."""
     OBJECTIVES[objective.name] = objective
 
 

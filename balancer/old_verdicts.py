@@ -34,7 +34,7 @@ RENAMED_IN = (
 
 
 def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Return a verdict, decoded from JSON, with today's names of its fields."""
+    """Return a verdict that was decoded from JSON, with its fields renamed to today's names."""
     upgraded = dict(verdict)
     for old, new in RENAMED:
         _rename(upgraded, old, new)
@@ -48,7 +48,10 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field of an object, or of each object in a list. Leave other values alone."""
+    """Rename a field of an object, or of each object in a list, in place.
+
+    Values of other types, and objects without the field, are left unchanged.
+    """
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

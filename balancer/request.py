@@ -24,7 +24,7 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The devices, workload and limits of a search.
+    """The devices, the workload and the options of a search, as the user gave them.
 
     The journal stores the whole request, so a run can be resumed by its id.
     """
@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
-    """A checked request, with the devices, workload and framework found for it on this machine."""
+    """A checked request, with the devices, the workload and the framework found for it."""
 
     request: Request
     devices: tuple[Device, ...]
@@ -74,15 +74,15 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def simulated(self) -> bool:
         """True if the devices are simulated.
 
-        Unlike `machine`, it is also known for a job that was read from a journal.
+        A job that was read from a journal has no `machine`, but this is known nevertheless.
         """
         return is_simulated(device.kind for device in self.devices)
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem that a search has to solve.
+        """The problem for the search to solve.
 
-        It is the same for a new job and for a job read from a journal.
+        It is the same for a new job and for one that was read from a journal.
         """
         request = self.request
         devices = self.devices
@@ -107,24 +107,25 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Number the distinct values from 0. Equal values get equal numbers."""
+    """Return a number for each value, counted from 0. Equal values get equal numbers."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in passes.
+    """True if a share may be computed in several passes with gradient accumulation.
 
-    The request must allow it. XLA rules it out, and so does TensorFlow's input from the device.
+    The request must allow it. It isn't possible with XLA, nor if TensorFlow takes its input
+    from the device.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned by their cost.
+    """True if rows of unequal length are assigned to devices by their cost.
 
-    This needs passes, PyTorch's loader, and an objective that uses lengths.
+    This needs passes, input from PyTorch's loader, and an objective that uses the rows' lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

@@ -1,4 +1,4 @@
-"""A run in progress, new or resumed, with its lock and its journal."""
+"""A run that is open for a session, new or resumed: its job, its journal and its locks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CHANGEABLE = (
 
 
 class OpenRun(msgspec.Struct):
-    """A run's job and journal, its record so far, and its locks.
+    """A run's job, its journal, the contents of the journal, and its locks.
 
-    The locks keep other sessions off the run and its devices.
+    The locks keep other sessions from using the run and its devices.
     """
 
     job: Job
@@ -51,15 +51,15 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything the run has recorded.
+        """A copy of everything that the run has written to its journal, in this session or before.
 
-        Don't call it for each entry: copying is slow.
+        Copying is slow, so don't read it for each entry.
         """
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Append an entry to the journal on disk, then to the record.
+        """Append an entry to the journal on disk, then to the record in memory.
 
         Raises UnwrittenError if the journal can't be written.
         """
@@ -74,11 +74,11 @@ class OpenRun(msgspec.Struct):
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> OpenRun:
-    """Open a new run for this request, or resume the run named by `resume`.
+    """Open a new run for this request or, if `resume` is a run's id, resume that run.
 
-    A run that had ended continues if its budget is raised or extended by `extend_seconds`: its best
-    layouts are measured again until that time is used up. Raises RequestError or DeviceError if the
-    run can't start.
+    A run that had ended continues if the request raises its budget or `extend_seconds` extends it:
+    its best layouts are measured again until the additional time is used up. Raises RequestError or
+    DeviceError if the run can't start.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
@@ -86,7 +86,11 @@ def open_run(
 
 
 def begin(job: Job) -> OpenRun:
-    """Begin a new run. Raises DeviceError if another session has the devices."""
+    """Create a run for the job, with a new folder, journal and locks.
+
+    Raises DeviceError if another session has one of the devices, and RequestError if the journal
+    can't be written.
+    """
     folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
         locks.enter_context(lock_job(job, run=folder.name))
@@ -112,11 +116,12 @@ def begin(job: Job) -> OpenRun:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
-    """Resume a run.
+    """Resume the run named `name`.
 
-    The run keeps its own request, except for `pace`, `share`, a given Ray address and a new budget.
-    `extend_seconds` is added to the time that the run has already spent. Raises RequestError if the
-    run is in progress, or if it was measured with another request or on other devices.
+    The run keeps its original request, except for `pace`, `share`, a given Ray address and a new
+    budget. If `extend_seconds` is given, the budget is the time already spent plus these seconds.
+    Raises RequestError if the run is in progress, if nothing could be measured, or if it was
+    measured with another request or on other devices.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -157,10 +162,11 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run, in seconds.
+    """Return the budget of a resumed run in seconds; None for no limit.
 
-    It is the time already spent plus `extend_seconds` if given. Otherwise it is the requested
-    budget unless that is the default, and else the run's own budget.
+    There are three cases. If `extend_seconds` is given, the budget is the time already spent plus
+    these seconds. If the request has a budget other than the default, it is the request's budget.
+    Otherwise the run keeps its budget.
     """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -169,9 +175,10 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's own budget.
+    """Return the run's budget in seconds; None for no limit.
 
-    It is the budget at the run's last end, which may have been raised, or else the request's.
+    If the budget was raised before the run last ended, return the raised budget, and otherwise the
+    budget of the original request.
     """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
@@ -179,9 +186,10 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option differs from the run's own.
+    """Raise RequestError if an option that was given differs from the run's original request.
 
-    The earlier measurements wouldn't be valid for another option.
+    With another option, the earlier measurements wouldn't be valid. Options at their defaults count
+    as not given, and those in `CHANGEABLE` may differ.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
@@ -196,9 +204,9 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the user's code failed and nothing was measured.
+    """Raise RequestError if the run's user code failed and nothing was measured.
 
-    A resumed run would have nothing to reuse then.
+    Resuming such a run would have no measurement to reuse.
     """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)

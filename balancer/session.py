@@ -43,12 +43,12 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """One run, new or resumed. Iterate `events` to run it.
+    """One run, new or resumed. Iterate over `events` to run it.
 
-    The session closes the run. The last event is Finished; without a plan, NoLayoutError is raised
-    instead. If the journal can't be written, the session ends with what the journal holds, and
-    UnwrittenError is raised, after Finished if there is a plan. Raises RequestError or DeviceError
-    if the session can't begin.
+    The session closes the run when it ends. The last event is Finished; without a plan,
+    NoLayoutError is raised instead. If the journal can't be written, the session ends with the
+    results that the journal holds, and UnwrittenError is raised, after Finished if there is a plan.
+    Raises RequestError or DeviceError if the session can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
@@ -78,19 +78,22 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """The search that chose the probes. Read it only once the session has ended."""
+        """The search that chose the probes. Read it only after the session has ended."""
         return self._search
 
     def report(self) -> SearchReport:
-        """The report of the search. Read it only once the session has ended with a plan."""
+        """Return the results of the search: the chosen layout and the ranking.
+
+        Call it only after the session has ended with a plan.
+        """
         report = self._search.report(self._job.request.own_batch)
         assert report is not None, "a session without a plan raises"
         return report
 
     def stop(self) -> None:
-        """Stop with the best plan so far. Finished then says that the session was interrupted.
+        """Stop soon, with the best plan until now. Safe to call from any thread or signal handler.
 
-        Safe to call from any thread or signal handler.
+        The event Finished then says that the session was interrupted.
         """
         self._interrupted = True
         super().stop()
@@ -116,7 +119,7 @@ class Session(EventThread):
     def _loop_until_unwritten(self) -> UnwrittenError | None:
         """Measure until the search or the session ends.
 
-        Return the error if the journal could no longer be written, else None.
+        Return the error if the journal could no longer be written, and otherwise None.
         """
         try:
             self._loop()
@@ -175,22 +178,22 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report progress. Called from any thread."""
+        """Report the progress of a probe, on the session's clock. Called from any thread."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """True if the workload's own code failed before anything ran.
+        """True if the workload's own code raised an exception before any measurement succeeded.
 
-        Such code fails on every device.
+        It would fail on every device, so the session ends.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _record_observation(self, seen: Observation) -> None:
-        """Write an observation to the journal, then pass it to the search."""
+        """Write an observation to the journal, pass it to the search, and report it as an event."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -206,9 +209,9 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the link speed that a split's first probe has measured.
+        """Save the speed of the link between devices, if the probe of a split has measured it.
 
-        The monitor and later searches use it.
+        The monitor and later searches use the saved speed.
         """
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
@@ -220,7 +223,8 @@ class Session(EventThread):
     def _check_energy(self, seen: Observation, at: float) -> None:
         """Raise RequestError if the objective needs energy and a device reports none.
 
-        The device must have trained twice without reporting energy.
+        A device is given two successful probes to report its energy. `at` is the time on
+        the session's clock.
         """
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
@@ -239,9 +243,10 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Store the facts that children report.
+        """Write new facts that children have reported to the journal, and pass them to the search.
 
-        Raises RequestError if the request counts tokens and rows have no lengths.
+        `at` is the time on the session's clock. Raises RequestError if the objective counts tokens
+        but rows have no lengths.
         """
         self._run.write(FactsEntry(facts))
         self._facts = facts
@@ -255,14 +260,16 @@ class Session(EventThread):
             )
 
     def _fail(self, at: float, message: str, remedy: str) -> RequestError:
-        """Write a failure to the journal, and return it as an error."""
+        """Write a failure to the journal, and return the error for the caller to raise."""
         self._run.write(FailedEntry(message, at))
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start timers that stop running probes after the budget and its grace period.
+        """Start the timers that stop running probes after the budget, and return them.
 
-        A simulated prober stops its own probes.
+        The first stops all probes unless one is running steps; the second stops every probe after
+        the grace period. There are no timers without a budget, or for a simulated prober, which
+        stops its own probes.
         """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
@@ -280,9 +287,9 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop the running probes because the budget is spent, unless one is in a `spared` phase.
+        """Stop the running probes because the budget is used up, unless one is in a `spared` phase.
 
-        If no probe has ended yet, wait until the workload is built, so that errors in the user's
+        If nothing was measured yet, wait until the workload is built, so that errors in the user's
         code are reported.
         """
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
@@ -302,10 +309,10 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Return the end of the session with the best plan so far.
+        """Return the event that ends the session, with the best plan, and write it to the journal.
 
-        It is first written to the journal, if possible. Raises NoLayoutError if there is no plan,
-        or the error that prevented writing the journal.
+        Raises NoLayoutError if there is no plan, or UnwrittenError if writing the journal failed
+        before there was one.
         """
         running = tuple(
             one
@@ -340,13 +347,13 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """The seconds on the session's clock: the seconds on the prober's clock, without pauses."""
+        """Return the time on the session's clock in seconds: the prober's time without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """The duration of the search in seconds.
+        """Return the duration of the search in seconds.
 
-        A complete run that is replayed keeps its original duration.
+        If a complete run was resumed and nothing was measured, return its original duration.
         """
         if len(self._seen) == self._run.replayed:
             return self._run.record.clock_seconds
@@ -359,9 +366,9 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the time in seconds at which a run's probes are stopped; infinite without a budget.
+    """Return the time in seconds at which a run's probes are stopped, even while they run steps.
 
-    It is the budget plus its grace period.
+    It is the budget plus its grace period; infinite without a budget.
     """
     return (
         math.inf
@@ -375,9 +382,10 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the link that was measured between the job's devices before; None if there is none.
+    """Return the saved speed of the link between the job's devices; None if there is none.
 
-    Only PyTorch exchanges gradients as links are measured.
+    It applies only to PyTorch, because only PyTorch exchanges gradients by the all-reduces with
+    which links are measured.
     """
     if job.simulated or job.framework != "torch":
         return None

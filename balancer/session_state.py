@@ -1,6 +1,7 @@
-"""Combines a session's events into one frozen state.
+"""Combines a session's events into one frozen state, for screens to display.
 
-Rivals, curves and the remaining time are computed from the state.
+The plan's rivals (the layouts it is compared with), the devices' curves and the remaining time are
+computed from the state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """What a session has reported so far, with its last `KEPT_OBSERVATIONS` observations."""
+    """What a session has reported until now, with its last `KEPT_OBSERVATIONS` observations.
+
+    `running` has the latest report of each running probe. `belief` is what the search predicts for
+    each device, and `best` is the best layout until now.
+    """
 
     run: str = ""
     devices: tuple[str, ...] = ()  # labels, in the order of the request
@@ -56,7 +61,7 @@ class SessionState(msgspec.Struct, frozen=True):
 def first_state(
     devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
 ) -> SessionState:
-    """Return the state before any event.
+    """Return the state of a session before its first event.
 
     `kept` are the observations that a resumed run already has.
     """
@@ -76,7 +81,7 @@ def first_state(
 def advance(state: SessionState, event: Event) -> SessionState:
     """Return the state after one more event.
 
-    The function is pure, so replaying a journal gives the same state.
+    The function has no side effects, so replaying a journal gives the same state.
     """
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
@@ -97,7 +102,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """Return the running probes, with `newest` in place of its probe's earlier report."""
+    """Return the latest report of each running probe, updated with the report `newest`."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -115,7 +120,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 
 def timed(state: SessionState) -> list[Timed]:
-    """Return every successful measurement, in the order in which the measurements ended."""
+    """Return the successful measurements in the order in which they ended."""
     return [each.seen for each in state.seen if isinstance(each.seen, Timed)]
 
 
@@ -125,9 +130,9 @@ def has_split(state: SessionState) -> bool:
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """Return the fastest measurement of one device alone, on rows of all lengths.
+    """Return the fastest measurement of a device alone; None if there is none.
 
-    Return None if there is none.
+    `device` is its position. Measurements on rows of a single length don't count.
     """
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
@@ -136,7 +141,10 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the layout of the plan, or the best layout so far."""
+    """Return the plan's layout or, while the search runs, the best layout until now.
+
+    Return None before any layout was measured.
+    """
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -146,7 +154,10 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the smallest number of rows per pass at which the device alone ran out of memory."""
+    """Return the fewest rows per pass with which a device alone ran out of memory.
+
+    `device` is its position. Return None if it never ran out of memory.
+    """
     failed = [
         each.seen.probe.layout.pass_rows[device]
         for each in state.seen
@@ -156,9 +167,9 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the largest number of rows that ran on the device in one pass, alone or with others.
+    """Return the most rows that the device at position `device` has computed in one pass.
 
-    Return 0 if none did.
+    Return 0 if nothing ran on it.
     """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
@@ -166,7 +177,8 @@ def largest_run(state: SessionState, device: int) -> int:
 class RatedLayout(NamedTuple):
     """A layout with its measured samples/s.
 
-    `device` is the label if the layout is one device of several.
+    `batches` has the samples of each device of the request; empty for the sum of all devices alone.
+    `device` is the label if the layout uses one device of several, and "" otherwise.
     """
 
     kind: RivalKind
@@ -179,7 +191,7 @@ class RatedLayout(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
-        """Return the gain of `other`, such as the plan, over this layout.
+        """Return the gain of `other`, such as the plan, over this layout: 0.17 for 17 % faster.
 
         It is computed from the printed rates, unless it was measured in turns. Return None if the
         layouts can't be compared.
@@ -192,7 +204,7 @@ class RatedLayout(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The batches of the devices that take part, as text: 820+568."""
+        """The batches of the devices that take part, as text, such as 820+568."""
         return "+".join(str(batch) for batch in self.batches if batch)
 
 
@@ -209,7 +221,7 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan, or the best layout so far, and its rivals.
+    """Return the plan, or the best layout until now, followed by the layouts to compare it with.
 
     Only layouts that were measured are returned.
     """
@@ -221,9 +233,10 @@ def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout so far and its rivals.
+    """Return the best layout of a running search, followed by the layouts to compare it with.
 
-    The rivals are equal shares, the fastest device alone, and the sum of all devices alone.
+    They are equal shares, the fastest device alone, and the sum of all devices alone. Layouts that
+    haven't been measured yet are left out.
     """
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
@@ -247,15 +260,15 @@ def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _list_solos(state: SessionState) -> list[Timed]:
-    """Return the fastest measurement of each device that ran alone."""
+    """Return the fastest solo measurement of each device, for the devices that have one."""
     alone = (best_solo(state, device) for device in range(len(state.devices)))
     return [each for each in alone if each is not None]
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout isn't the best one so far.
+    """True if a measurement's layout differs from the best one, so that it can be its rival.
 
-    The best layout on one device doesn't become another layout with another batch.
+    The same single device at another batch doesn't count as different.
     """
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -266,12 +279,15 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _is_same_layout(one: Layout, other: Layout) -> bool:
-    """True if both layouts are equal, or are the same device with different batches."""
+    """True if two layouts have equal shares, or use the same single device at any batch."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
-    """Return the plan as a row for comparison with its rivals."""
+    """Return the plan with its samples/s, to be compared with its rivals.
+
+    `labels` are the labels of all devices, in the order of the request.
+    """
     return _rival(
         "plan", "the plan", throughput_interval(plan.throughput), plan.layout.batches, labels
     )
@@ -280,11 +296,11 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the rivals of a plan: a split, one device, a larger batch, and all devices' sum.
+    """Return the layouts to compare a plan with: a split, one device, a larger batch, and the sum.
 
     A plan of one device is compared with the faster of the even and the best split, and with
-    another device alone. The sum uses each device at its fastest batch or, with `at_batch`, as in
-    `alone_at_batch`.
+    another device alone. The sum adds up the samples/s of all devices alone, each at its fastest
+    batch. With `at_batch`, it prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -306,12 +322,11 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the single device to compare a plan with.
+    """Return the measurement of the single device to compare the plan with; None if there is none.
 
-    It is another device if the plan uses one device. It is the device that was raced, unless
-    another device had more samples/s at the same batch and no more than the plan. A device with
-    more samples/s than the plan doesn't count, because it was measured while the machine was
-    faster.
+    If the plan is one device, it is another device. It is the device that was raced, unless another
+    device was faster at the same batch but no faster than the plan. A device that was faster than
+    the plan doesn't count, because it was measured while the machine was faster.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)
@@ -326,7 +341,7 @@ def _find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return devices alone, without the plan's device if the plan is one device."""
+    """Return the solo measurements of `solos` without the plan's device, if the plan is solo."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [each for each in solos if _positions(each.layout) != own]
 
@@ -354,9 +369,9 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLay
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of the even split.
+    """Return the name of an even split with which the plan is compared.
 
-    If the plan is an even split too, the name says which even split it is.
+    If the plan is an even split too, the name says whether this one has a larger or smaller batch.
     """
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
@@ -365,9 +380,9 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s that one device reached at the batch of `single`.
+    """Return the highest samples/s that one device alone reached at the batch of `single`.
 
-    Return 0 unless they are higher than the samples/s of `single`.
+    Measurements of the plan's own devices don't count. Return 0 if `single` was at least as fast.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
@@ -383,7 +398,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
 
 
 def _positions(layout: PlanLayout) -> tuple[int, ...]:
-    """Return the positions of the devices that compute."""
+    """Return the positions of the devices that compute rows in a plan's layout."""
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
@@ -392,14 +407,14 @@ def _speed(each: Evidence) -> float:
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
-    """Return each device alone at its fastest, by position."""
+    """Return the measurement of each device alone at its fastest batch, by position."""
     return _choose_alone(plan, _speed)
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return each device alone, by position.
+    """Return the measurement of each device alone at the plan's batch, by position.
 
-    A device has the plan's batch if it ran at that batch, and otherwise its fastest batch.
+    For a device that didn't run at the plan's batch, it is the one at the device's fastest batch.
     """
     batch = plan.layout.global_batch
 
@@ -425,12 +440,15 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def throughput_interval(throughput: Throughput) -> Interval:
-    """Return the samples/s of a plan's file with their interval."""
+    """Return the samples/s from a plan's file, as an interval."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of all devices alone; empty for fewer than two devices."""
+    """Return the added samples/s of the devices alone, as one layout in a tuple.
+
+    Return an empty tuple for fewer than two devices.
+    """
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -438,7 +456,10 @@ def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
 
 
 class ChartedCurve(NamedTuple):
-    """One device's points in the chart of samples/s against batch."""
+    """The points of one device in the chart of samples/s over batch size.
+
+    `device` is its position.
+    """
 
     device: int
     believed: tuple[tuple[int, float], ...]  # (batch, samples/s) that the search predicts
@@ -452,7 +473,10 @@ class ChartedCurve(NamedTuple):
 
 
 def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
-    """Return each device's throughput curve, without devices that have no data."""
+    """Return the points to chart for each device.
+
+    Devices without a prediction or measurement are left out.
+    """
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None
@@ -472,7 +496,10 @@ def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Return every measurement of one device alone as (batch, samples/s), sorted by batch."""
+    """Return (batch, samples/s) of each measurement of one device alone, sorted by batch.
+
+    `device` is its position. Measurements with knobs or with rows of one length are left out.
+    """
     alone = [
         each
         for each in timed(state)
@@ -492,13 +519,19 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return the rest of the budget in seconds; None without a budget, 0 if it is used up."""
+    """Return the part of the budget that is left, in seconds; 0 if it is used up.
+
+    Return None if there is no budget or the session has ended.
+    """
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """Return one device's part of the samples/s of a running measurement."""
+    """Return the samples/s of one device's share in a running measurement.
+
+    `device` is its position. Return 0 before the measurement has a rate.
+    """
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

@@ -32,7 +32,10 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 
 
 def student(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t. `freedom` is at least 1."""
+    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom.
+
+    Raises ValueError if `freedom` is less than 1.
+    """
     if freedom < 1:
         raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
     if freedom <= len(STUDENT_95):
@@ -43,19 +46,20 @@ def student(freedom: int) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of a single step's 95 % interval.
 
-    It uses the difference from the previous step, unless that step took over 20 % longer. The
-    variance pools the assumed variance of steps (`LONE_ERROR`) with the variance of these two
-    steps.
+    `seconds` is the step's duration, and `first_seconds` that of the step before. The variance
+    is pooled from the usual variance of steps (`LONE_ERROR`) and the difference of these two.
+    The difference isn't used if the first step took over 20 % longer, because that step also
+    compiled or allocated.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the same half-width as `lone_error`, from many pairs of steps.
+    """Return the same half-width as `lone_error`, estimated from many pairs of steps.
 
-    A pair is a first step and the next step. Each pair's ratio is compared with the median ratio,
-    because first steps may take longer.
+    A pair has the durations of a first step and of the step after it. Each pair's ratio is compared
+    with the median ratio, because first steps may take longer.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])
@@ -65,8 +69,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of a single step's interval.
 
-    It is estimated from relative differences between two steps. `fitted` of their degrees of
-    freedom are used up by parameters that were fitted to the differences.
+    It is estimated from relative `differences` between two steps. `fitted` is the number of their
+    degrees of freedom that fitted parameters have used up.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
@@ -74,13 +78,13 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Return half the interval's width divided by its value; infinite for a value of 0."""
+    """Return half of the interval's width, divided by its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
 def is_known(*intervals: Interval) -> bool:
-    """True if all samples/s are precise enough to be compared.
+    """True if all of these samples/s are precise enough to be compared.
 
-    Their relative error is then at most `UNKNOWN`.
+    That is the case if their relative error is at most `UNKNOWN`.
     """
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in intervals)

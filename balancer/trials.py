@@ -1,9 +1,11 @@
 """Measurements outside a search: runs at given batch sizes, and dry runs.
 
-A dry run shows what to expect of a search. A run's metrics per device come from the step itself if
-a device's compute time (own work) can be separated from waiting (CPU slices, simulated devices).
-Otherwise each device is timed alone at its share. A dry run builds the workload once and runs steps
-of two small batches on one device; none of its results are kept.
+The metrics of a run are given per device. They come from the timed steps if a device's compute time
+(own work) can be separated from waiting, as on CPU slices and simulated devices. Otherwise each
+device is also timed alone at its share.
+
+A dry run shows what to expect of a search. It builds the workload once and runs steps of two small
+batches on one device. None of its results are saved.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
-    """The length of each run without warm-up.
+    """The length of each run, without its warm-up.
 
-    It is a number of optimizer steps or, if that is 0, a time in seconds.
+    A run takes `steps` optimizer steps or, if `steps` is 0, `seconds`.
     """
 
     seconds: float = DEFAULT_SECONDS
@@ -64,9 +66,10 @@ class ProbeLength(msgspec.Struct, frozen=True):
 
 
 class ProbeRepeat(msgspec.Struct, frozen=True):
-    """One run: samples, and samples/s over all runs so far.
+    """The result of one run of a layout that is run several times in a row.
 
-    It also has each device's own samples/s, None if unknown.
+    `samples` and `samples_per_second` cover this run and all earlier runs. `own` has the samples/s
+    of each device without the time it waits for other devices; None if unknown.
     """
 
     samples: int
@@ -89,10 +92,11 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """Return the layout with one batch for each position, or for the first devices.
+    """Return the layout that gives `batches` to the devices at `positions`, in that order.
 
-    If `micro` is given, batches are computed in passes of up to `micro` rows. Raises RequestError
-    if the arguments don't fit together.
+    `devices` is the number of devices. If `positions` is None, the first devices are used. If
+    `micro` is given, it has the maximum rows per pass for each batch; otherwise each batch is one
+    pass. Raises RequestError if the arguments don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(
@@ -140,10 +144,11 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Lock the devices unless the request shares them, and yield `repeat` runs as they end.
+    """Lock the layout's devices and yield an iterator that runs the layout `repeat` times.
 
-    Raises NoLayoutError if the batch doesn't fit or the training fails, and DeviceError if another
-    session has a device.
+    The iterator yields each run's result when the run ends, and returns early once `stop` is set.
+    Devices aren't locked if the request shares them. Raises NoLayoutError if the batch doesn't fit
+    or the training fails, and DeviceError if another session has a device.
     """
     with _locked_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -151,7 +156,11 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock the job's devices, or the devices at `positions`, and yield a prober for them."""
+    """Lock the job's devices and yield a prober for the job.
+
+    If `positions` is given, only the devices at these positions are locked. Leaving the context
+    closes the prober and releases the devices.
+    """
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -199,14 +208,15 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one measurement. Return None if it was stopped."""
+    """Run one probe. Return its observation, or None if `stop` was set before the probe ended."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or None if it was stopped.
+    """Return the measurement, or None if `seen` is None because the probe was stopped.
 
-    Raises NoLayoutError if the batch doesn't fit or the training failed.
+    Raises NoLayoutError if the batch doesn't fit or the training failed. The error names the device
+    from `devices`, the devices of the job.
     """
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
@@ -224,9 +234,10 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Return each device's samples/s alone at its share.
+    """Time each device alone at its share of the layout, and return the devices' samples/s.
 
-    They are None for an unused device, and if its measurement failed or was stopped.
+    Each measurement takes `seconds`. The value is None for an unused device, and if a device's
+    measurement failed or was stopped.
     """
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -239,8 +250,9 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device's memory, and the maximum rows that should fit in it in one pass; None if
-    unknown.
+    """A device, its memory in bytes, and the largest batch that should fit in it in one pass.
+
+    `memory_bytes` and `largest_batch` are None if unknown.
     """
 
     label: str
@@ -250,23 +262,24 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """The largest numbers of parameters of a model that the devices' memory allows."""
+    """The largest model that fits in the devices' memory, as a number of parameters."""
 
     whole: int  # if each device holds the model
     sharded: int  # if the devices hold parts of it
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """The maximum number of parameters that AdamW can train in float32, and with adapters.
+    """The size of the largest model, in parameters, that AdamW can train in float32.
 
-    `lora` and `qlora` are the sizes of a frozen model on whose layers adapters are trained.
+    `lora` and `qlora` are the sizes of the largest frozen models with trained adapters
+    on their layers.
     """
 
     lora: LargestSizes
     qlora: LargestSizes
 
     def write(self) -> str:
-        """Return all sizes as text, with what they don't include."""
+        """Return all sizes as text, with a note that activations also need memory."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
@@ -277,7 +290,10 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
 
 
 class DryRunResult(msgspec.Struct, frozen=True):
-    """The results of a dry run. `steps` are (batch, seconds) on the first device."""
+    """The results of a dry run.
+
+    `steps` has the batch and the seconds per step of each measurement on the first device.
+    """
 
     workload: str
     framework: str
@@ -290,7 +306,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     largest: LargestModel | None = None  # that the devices could train; None: unknown
 
     def write_tried(self) -> str:
-        """Return what was built and which steps ran, as text."""
+        """Return on which device the workload was built, and how long its steps took, as text."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -300,7 +316,10 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """Return how long a search takes, and the largest model that fits, as text."""
+        """Return how long a search takes, and the largest model that fits, as text.
+
+        The text leaves out what is unknown, and ends with the note that no result was saved.
+        """
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
@@ -312,8 +331,8 @@ class DryRunResult(msgspec.Struct, frozen=True):
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Build the workload on the first device, run steps of two batches, and estimate what fits.
 
-    Return None if `stop` is set before both batches have run. Raises NoLayoutError if the workload
-    fails, or runs no step within the budget.
+    Progress is passed to `report`. Return None if `stop` is set before both batches have run.
+    Raises NoLayoutError if the workload fails, or if it runs no step within the budget.
     """
     alone = _limit_to_first_device(resolved)
     with _locked_prober(alone) as prober:
@@ -326,7 +345,8 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 def _limit_to_first_device(job: Job) -> Job:
     """Return the job for its first device alone.
 
-    A fixed global batch becomes an upper limit: the share of one device in an even split.
+    The job's fixed global batch, if any, is replaced by a maximum: one device's share of that batch
+    in an even split.
     """
     machine = job.machine
     request = job.request
@@ -349,7 +369,8 @@ def _measure_first_batches(
 ) -> list[Timed]:
     """Return the measurements of a search's first batches on one device.
 
-    There are as many as ran before `stop`. If no batch fits, the error names the `largest` model.
+    The list is shorter, or empty, if `stop` is set meanwhile. Raises NoLayoutError if no step ended
+    within the budget or no batch fits; that error names the `largest` model that would.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -375,9 +396,10 @@ def _measure_first_batches(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after `seconds`, if given, unless the block ends earlier.
+    """Set `stop` after `seconds`, unless the `with` block ends earlier or `seconds` is None.
 
-    Yield an event that is set at the same time.
+    Yield an event that is set only if the time ran out, so that the caller can tell a timeout from
+    a stop by the user.
     """
     over = threading.Event()
 
@@ -397,9 +419,10 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Return the measurements of the search's first batches.
+    """Run the search's first probes for a short time, and return the successful measurements.
 
-    Raises NoLayoutError if the workload fails.
+    `watch` is called with the progress of each probe. The list is shorter than `BATCHES` if `stop`
+    is set or no more batches fit. Raises NoLayoutError if the workload fails.
     """
     search = make_search(alone)
     timed: list[Timed] = []
@@ -419,9 +442,9 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error for a device on which no batch fits.
+    """Return the error that says that not even one sample fits on the device.
 
-    It names the largest model, if that is known.
+    If `largest` is given, the error also names the largest models that the devices could train.
     """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
@@ -456,10 +479,11 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return the maximum number of parameters that the devices' memory allows.
+    """Return how large a model the memory of the job's devices allows, in parameters.
 
-    It is given for a model that each device holds whole, and for one sharded over all devices.
-    Return None if the workload can't be sharded or the memory is unknown.
+    There is one size if each device holds the whole model, and one if the model is sharded over all
+    devices. Return None if the workload can't be sharded, there is only one device, or the memory
+    of a device is unknown.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards

@@ -1,7 +1,8 @@
 """The data types of a session: what can be measured, and what was observed.
 
-They are frozen, and compute nothing but simple arithmetic. Devices are given by their positions in
-the request (0 to K-1); the caller of a session knows which device is at each position.
+They are frozen, and compute nothing but simple arithmetic. Devices are given by their
+positions in the request (0 to K-1 for K devices); the caller of a session knows which device
+is at each position.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Position = Annotated[int, Meta(ge=0, lt=4096)]
 
 
 class Stage(StrEnum):
-    """What a probe is for."""
+    """The stage of a search to which a probe belongs, which says what the probe is for."""
 
     SOLO = "solo"
     """Exploration: every device alone, all at the same time."""
@@ -53,7 +54,7 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 class Layout(msgspec.Struct, frozen=True, dict=True):
     """One way to use the devices for the workload.
 
-    `shares` are samples per device, 0 for an unused device.
+    `shares` are the samples per device and optimizer step; 0 for a device that computes none.
     """
 
     kind: Kind
@@ -76,7 +77,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def traits(self) -> Traits:
-        """The traits of the layout's kind."""
+        """The properties that all layouts of this kind have, such as training on one device."""
         return KINDS[self.kind]
 
     @property
@@ -88,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def active(self) -> tuple[int, ...]:
         """Positions of the devices that take part.
 
-        They compute rows, or only hold a part of a sharded model's state.
+        They compute rows, or hold a part of a sharded model's state, or both.
         """
         held = self.state or (0.0,) * len(self.shares)
         both = enumerate(zip(self.shares, held, strict=True))
@@ -101,14 +102,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """The maximum rows per pass on each device, which its memory must hold."""
+        """The maximum rows per pass on each device.
+
+        A device's memory must suffice for so many rows.
+        """
         return self.micro or self.shares
 
     @cached_property
     def children(self) -> Layout:
         """The layout without its sizes.
 
-        It is equal for all layouts that the same child processes can run.
+        Two layouts with equal `children` can be run by the same child processes.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
@@ -122,7 +126,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """True if shares count rows in the order of the data, whatever the rows' lengths."""
+        """True if a share is a number of rows, taken in the order of the data.
+
+        False if rows are assigned by the cost of their length, or if all have one length.
+        """
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
@@ -145,11 +152,12 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Return a solo layout if one device has samples, else a split.
+    """Return a solo layout if only one device has samples, and a split otherwise.
 
-    Samples are computed in passes of at most `micro` rows. `micro` is reduced to the rows that the
-    passes need, so all values of `micro` that give the same passes give equal layouts. It is empty
-    if every share is one pass.
+    `shares` and `micro` have one entry per device. Samples are computed in passes of at most
+    `micro` rows, or in one pass if `micro` is empty. In the layout, `micro` is reduced to the rows
+    of the largest pass, and is empty if every share is one pass, so that all values that give the
+    same passes give equal layouts.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -164,8 +172,8 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 class Probe(msgspec.Struct, frozen=True):
     """One measurement to run.
 
-    Equal probes are the same measurement. `turn` numbers the repeats of a layout, or the rounds of
-    a stage in which each device runs alone.
+    Equal probes are the same measurement. `turn` numbers the repeated measurements of a layout, or
+    the rounds of a stage in which each device runs alone.
     """
 
     layout: Layout
@@ -193,7 +201,7 @@ Doubt = Literal[  # in the order in which they are reported
 
 
 class MeasurementDoubt(msgspec.Struct, frozen=True):
-    """A doubt about a measurement, as data. `evener.balancer.result` writes its text and remedy.
+    """A reason to doubt a measurement. `evener.balancer.result` writes its text and remedy.
 
     The doubt "changed" is about several measurements of one layout, which differ.
     """
@@ -205,14 +213,14 @@ class MeasurementDoubt(msgspec.Struct, frozen=True):
 
 
 class Power(msgspec.Struct, frozen=True):
-    """The power that the request's devices draw while a layout trains."""
+    """The power that the request's devices draw while a layout trains, in watts."""
 
     active_watts: float  # power of the devices that compute
     idle_watts: float  # power of unused devices
 
     @property
     def watts(self) -> float:
-        """The power of all devices. Idle devices count, as they are part of a layout's cost."""
+        """The power of all devices in watts. Idle devices count, because they also cost energy."""
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
@@ -232,7 +240,8 @@ class Power(msgspec.Struct, frozen=True):
 class PartSeconds(msgspec.Struct, frozen=True):
     """Parts of one device's step besides its compute time (own work), in seconds; None if unknown.
 
-    The parts may overlap: a process that is starved of cores also fetches its rows late.
+    The parts may overlap. For example, a process that is starved of cores also fetches
+    its rows late.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -253,7 +262,10 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """The duration of a step on a batch that is kept and reused, with its 95 % interval."""
+    """The duration of a step that reuses one batch, in seconds, with its 95 % interval.
+
+    Such a step doesn't wait for input.
+    """
 
     step_seconds: Amount
     low_seconds: Amount
@@ -261,9 +273,9 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran: the time of an optimizer step in seconds, with its 95 % interval.
+    """A layout that ran: the duration of an optimizer step in seconds, with its 95 % interval.
 
-    Steps are synchronized over the devices.
+    A step ends when all devices have finished it.
     """
 
     probe: Probe
@@ -296,21 +308,21 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """The seconds that the same start takes if everything is already imported."""
+        """The time in seconds to start the same children again, with everything imported."""
         return self.start_seconds - self.import_seconds
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it took longer than the probe was to take.
+        """True if only one step was timed, because it took longer than the probe's whole time.
 
-        Its noise is then unknown.
+        The variation between steps is then unknown.
         """
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
-        """True if any device, or the device at `position`, is known to have been throttled.
+        """True if a device is known to have been throttled during the measurement.
 
-        Only throttling during the measurement counts.
+        If `position` is given, only the device at that position counts.
         """
         throttled = [one.device for one in self.warnings if one.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
@@ -318,7 +330,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """The power of all devices together; None if a device doesn't report its power."""
+        """The power of all devices; None if a device doesn't report its power."""
         watts = [each for each in self.watts if each is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -332,7 +344,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def padding(self) -> float:
-        """The fraction of the computed tokens that is padding."""
+        """The fraction of the computed tokens that is padding; 0 if rows have no lengths."""
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 
@@ -343,16 +355,17 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def throughput(self) -> Interval:
-        """The samples/s, with the same relative uncertainty as the step time."""
+        """The samples/s with an interval of the same relative width as the step time's."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
-    """A layout that did not fit in memory.
+    """A layout that didn't fit in memory.
 
-    `devices` are the positions that ran out of memory, empty if the framework did not say.
+    `devices` are the positions of the devices that ran out of memory; empty if the framework
+    didn't name them.
     """
 
     probe: Probe
@@ -365,7 +378,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
-    """A layout that could not be measured, for a reason other than memory."""
+    """A layout that couldn't be measured, for a reason other than memory."""
 
     probe: Probe
     cause: Cause
@@ -380,9 +393,9 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Convert a probe from a journal up to 0.1 to today's stages.
+    """Return a probe from a journal up to version 0.1 with today's stage.
 
-    "rest" was part of "split", and "knobs" part of "race".
+    The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -392,13 +405,13 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Convert an observation from a journal up to 0.1 to today's stages."""
+    """Return an observation from a journal up to version 0.1 with today's stage."""
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A value with its 95 % interval."""
+    """A measured value with the bounds of its 95 % interval."""
 
     value: float
     low: float
@@ -406,7 +419,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A layout's throughput over all its turns, in samples/s."""
+    """The throughput of a layout over all turns in which it was measured, in samples/s."""
 
     layout: Layout
     throughput: Interval
@@ -414,7 +427,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class PredictedCurve(msgspec.Struct, frozen=True):
-    """The search's model of one device, for plotting. Batches are in samples."""
+    """The search's model of the device at position `device`, for plotting.
+
+    Batches are in samples.
+    """
 
     device: int
     # (batch, seconds) that the search expects, for plotting, in increasing order of batch
@@ -424,7 +440,7 @@ class PredictedCurve(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """What the search predicts for each device, and what it measures next."""
+    """What a search predicts for each device, and a message about what it measures next."""
 
     curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
@@ -435,9 +451,10 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """The bytes of a model's state in a sharded training.
+    """The memory of a model's state in a sharded training, in bytes.
 
-    Some bytes are divided among the ranks. Each rank holds others besides its shard.
+    `state_bytes` are divided among the ranks. Each rank also holds `gathered_bytes`
+    besides its shard.
     """
 
     state_bytes: int  # parameters, gradients and the optimizer's state
@@ -454,7 +471,10 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class KnownLink(msgspec.Struct, frozen=True):
-    """The speed of an all-reduce between `ranks` of the devices, measured before any split."""
+    """The speed of an all-reduce between `ranks` of the devices.
+
+    It was measured before any split, so that the search can predict how long splits synchronize.
+    """
 
     ranks: int
     # of the data that crosses a link: 2 (n - 1) / n times the tensor's bytes
@@ -463,9 +483,9 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The problem that a search solves.
+    """The problem that a search solves: devices, limits on the batch, and what to maximize.
 
-    `memory_bytes` is the memory that a training process can use on each device, if known.
+    `memory_bytes` is the memory that a training process can use on each device; None if unknown.
     """
 
     devices: int
@@ -499,9 +519,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The software and data that probes ran with, for the plan's fingerprint.
+    """The software, data and model that probes ran with.
 
-    More facts are added as probes run.
+    The plan's fingerprint contains them. More facts are added as probes run.
     """
 
     versions: dict[str, str] = {}  # framework -> version
@@ -523,7 +543,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Stop(StrEnum):
-    """The reasons why a search or its run ended."""
+    """The reasons why a search or its run ended, with their usual texts."""
 
     SETTLED = "Nothing left to measure is expected to gain more than --tolerance."
     UNSURE = (
@@ -556,5 +576,5 @@ class End(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The reason as text."""
+        """The reason as text, with its details."""
         return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value

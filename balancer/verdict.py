@@ -1,8 +1,8 @@
-"""The verdict of a search as data.
+"""The verdict of a search as data: the recommendation, the plan's gain over its rivals, doubts.
 
-It has the recommendation, the plan's gain over each rival, and doubts. `result/judge.py` creates
-it, `result/sentences.py` writes it as text, and `--json` prints its fields (docs/json.md). Gains,
-errors and fractions are relative: 0.17 is 17 %.
+`result/judge.py` creates the verdict, `result/sentences.py` writes it as text, and `--json` prints
+its fields (docs/json.md). A rival is another layout that was measured. Gains, errors and fractions
+are relative: 0.17 is 17 %.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
 
 
 class MeasuredRate(msgspec.Struct, frozen=True):
-    """Samples/s with their 95 % interval.
+    """Measured samples/s with the bounds of their 95 % interval.
 
     `known` is False if the interval is too wide for comparisons.
     """
@@ -92,7 +92,10 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """The recommendation, and the layout that it is about."""
+    """What the user should do, and the layout to do it with.
+
+    `devices` and `batches` have an entry for each device of that layout.
+    """
 
     action: Action
     devices: tuple[str, ...]
@@ -105,7 +108,8 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Chosen(msgspec.Struct, frozen=True):
     """The layout to train with.
 
-    `devices`, `batches` and `micro` have an entry for each device that takes part.
+    `devices`, `batches` and `micro` have an entry for each device that takes part. `knobs` are its
+    tuned options, such as XLA or a number of loader workers.
     """
 
     family: str  # solo, even, split, shard, pack or place
@@ -121,7 +125,10 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Rival(msgspec.Struct, frozen=True):
-    """Another layout that ran, and the plan's gain over it."""
+    """Another layout that was measured, and the plan's gain over it.
+
+    `devices` and `batches` have an entry for each device of that layout.
+    """
 
     kind: RivalKind
     name: str
@@ -144,7 +151,9 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    Times are in seconds per step; None if unknown.
+    The cause "longest_part" means that the largest share takes more time than its fraction of
+    the batch, and "exchange" that synchronization takes too long. Times are in seconds per step;
+    None if unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -155,10 +164,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why several devices together reach much less than the sum of each device alone.
+    """Why the plan reaches much less than the samples/s of all devices alone, added up.
 
     Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
-    the speed of that sum.
+    the summed speed.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -170,7 +179,11 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalDevices(msgspec.Struct, frozen=True):
-    """Two devices of the same product, one much faster than the other at the same batch."""
+    """Two devices of the same product whose speeds differ much at the same batch.
+
+    `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by
+    the slower one's.
+    """
 
     fast: str
     slow: str
@@ -179,7 +192,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
-    """A doubt about the measurements of the plan."""
+    """A reason to doubt the plan's measurements; `code` says which."""
 
     code: Doubt
     device: str = ""  # label; empty: all devices
@@ -188,7 +201,11 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A device, layout, family of layouts or host that isn't part of the plan, and why."""
+    """A device, layout, family of layouts or host that the plan doesn't use, and the reason.
+
+    `kind` says which of them `name` is; the kind "request" is a message about the user's request.
+    Numbers that don't apply to the reason are 0.
+    """
 
     kind: Literal["device", "layout", "family", "host", "request"]
     name: str
@@ -217,7 +234,11 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory, and the layout that was measured instead."""
+    """A layout that ran out of memory in the race, and the smaller one that was measured instead.
+
+    `name` is the layout's name. `original` and `replacement` are the samples per device before and
+    after, as text, such as 820 + 568.
+    """
 
     name: str
     original: str
@@ -225,7 +246,10 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before measuring that some probes hadn't finished when the search ended."""
+    """A phase before the timed steps that some probes hadn't finished when the search ended.
+
+    `name` is what was imported or built, and `seconds` is the time spent in the phase.
+    """
 
     phase: str  # importing | loading | building | preparing | warming up
     name: str
@@ -235,14 +259,17 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other processes hold, and that the plan doesn't use."""
+    """A device's memory that other processes hold, so that the plan's batches leave it free."""
 
     device: str
     size_bytes: int
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """The user's code fails above a number of rows, though memory suffices."""
+    """A number of rows above which the user's code fails, though there is enough memory.
+
+    Shares therefore stay at or below `rows`.
+    """
 
     rows: int  # the most rows that ran below the limit
     failed_rows: int  # the fewest rows that failed
@@ -250,7 +277,10 @@ class CodeLimit(msgspec.Struct, frozen=True):
 
 
 class ShortEpoch(msgspec.Struct, frozen=True):
-    """An epoch has so few steps that the model learns little."""
+    """A warning that an epoch has so few steps that the model learns little.
+
+    An epoch of `rows` rows has `steps` steps of `global_batch` samples.
+    """
 
     steps: int
     global_batch: int
@@ -259,7 +289,10 @@ class ShortEpoch(msgspec.Struct, frozen=True):
 
 
 class ShortBudget(msgspec.Struct, frozen=True):
-    """The budget was over before any split was measured."""
+    """The budget ran out before any split was measured.
+
+    `enough_seconds` is a budget that should be enough.
+    """
 
     budget_seconds: float
     start_seconds: float  # the part of the budget spent on starting processes
@@ -267,14 +300,21 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer computes its statistics over the rows of a pass, not over a device's whole share."""
+    """A layer whose statistics are computed over the rows of one pass, such as batch normalization.
+
+    Such statistics don't cover a device's whole share if the share is computed in several passes.
+    `rows` is the number of rows per pass.
+    """
 
     layer: str
     rows: int
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """The chosen layout's value of an objective that was more important than speed."""
+    """The chosen layout's value of the objective, if the objective isn't speed.
+
+    Only layouts that were at most `max_slowdown` slower than the fastest could be chosen.
+    """
 
     objective: str
     value: float
@@ -283,7 +323,10 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """The effect of the batch on learning, if the noise scale or the script's batch is known."""
+    """How the batch affects learning, if the noise scale or the script's own batch is known.
+
+    A triple has a value and the bounds of its 95 % interval.
+    """
 
     global_batch: int
     noise_scale: NoiseScale | None = None
@@ -301,9 +344,9 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """The approximate memory of a frozen model with adapters.
+    """The approximate memory that training adapters on a frozen copy of the model would need.
 
-    `fits_on` are the devices that can hold the model alone.
+    `state_bytes` is for a device that holds the whole model. `fits_on` are the devices that can.
     """
 
     kind: str  # lora, qlora
@@ -313,9 +356,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 
 
 class StateMemory(msgspec.Struct, frozen=True):
-    """The memory of a model's state, if shards were tried.
+    """The memory of a model's state: its parameters, gradients and optimizer state.
 
-    It also has training methods that need less memory.
+    It is reported if shards were tried. `adapters` are training methods that need less memory.
     """
 
     state_bytes: int
@@ -325,7 +368,10 @@ class StateMemory(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search."""
+    """The result of a search: the chosen layout, the rivals, the recommendation and doubts.
+
+    None, "" or an empty tuple means that the field doesn't apply or is unknown.
+    """
 
     chosen: Chosen
     rate: MeasuredRate
