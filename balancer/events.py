@@ -55,7 +55,7 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     samples_per_second: float | None
     relative_interval: float | None  # half-width of the 95 % interval, relative to the value
     at_seconds: float
-    phase_seconds: float = 0.0  # time spent in this phase so far
+    phase_seconds: float = 0.0  # time spent in this phase
     where: str = ""  # "file.py:12": the line of the user's code at which it was stopped
 
 
@@ -71,7 +71,7 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
     seen: Observation
     belief: Belief
     best: Result | None
-    probes: int  # so far, including replayed ones
+    probes: int  # number of probes until now, including replayed ones
     out_of_memory: int
     at_seconds: float
 
@@ -91,7 +91,7 @@ class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
     verdict: str  # the recommendation and its gains, then remarks, one per line
-    interrupted: bool  # stopped by the user, with the best plan so far
+    interrupted: bool  # stopped by the user, with the best plan until then
     at_seconds: float
     budget_seconds: float | None = None  # if it differs from the request's
     found: Verdict | None = None  # the verdict's fields; None in journals up to 0.2

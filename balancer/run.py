@@ -39,10 +39,10 @@ class OpenRun(msgspec.Struct):
     began_with: JournalContents
     journal: Journal
     locks: ExitStack  # closing them also closes the journal
-    replayed: int = 0  # number of observations from before it was resumed
+    replayed: int = 0  # number of observations from before the run was resumed
     raised_budget: float | None = None  # the budget if it differs from the original one
     spend_all: bool = False  # the run had ended, and was given more time
-    _written: list[LaterEntry] = []  # entries since it was opened
+    _written: list[LaterEntry] = []  # entries written since the run was opened
 
     @property
     def id(self) -> str:

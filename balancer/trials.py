@@ -299,11 +299,13 @@ class DryRunResult(msgspec.Struct, frozen=True):
     framework: str
     devices: tuple[DryRunDevice, ...]
     steps: tuple[tuple[int, float], ...]
-    start_seconds: float  # to start a process and build the workload
+    start_seconds: float  # seconds to start a process and build the workload
     budget_seconds: float | None
     notes: tuple[str, ...] = ()
     simulated: bool = False  # the workload itself was not run
-    largest: LargestModel | None = None  # that the devices could train; None: unknown
+    largest: LargestModel | None = (
+        None  # the largest model that the devices could train; None: unknown
+    )
 
     def write_tried(self) -> str:
         """Return on which device the workload was built, and how long its steps took, as text."""

@@ -510,8 +510,8 @@ class Problem(msgspec.Struct, frozen=True):
     # the speed that an objective may trade away, as a fraction of the fastest layout's
     max_slowdown: float = 0.0
     shards: bool = False  # the workload can be trained in shards
-    state: ModelState | None = None  # of the workload, known once a sharded one was built
-    # every layout uses all devices, as each holds a part of the model
+    state: ModelState | None = None  # None until a sharded workload was built
+    # every layout uses all devices, because each holds a part of the model
     all_together: bool = False
     link: KnownLink | None = None  # between the devices; None: unknown
     gradient_bytes: int = 0  # exchanged in each step; 0: unknown
@@ -535,7 +535,7 @@ class Facts(msgspec.Struct, frozen=True):
     # row lengths in tokens, an even sample in increasing order; empty: none, or all equal
     lengths: tuple[int, ...] = ()
     longest_row: int = -1  # the index of the longest row in the data; -1: unknown
-    # the state that a sharded training divides, known once one was built
+    # the state that a sharded training divides; None until a sharded workload was built
     state: ModelState | None = None
     link: KnownLink | None = None  # between the devices; None: unknown
     gradient_bytes: int = 0  # of the model's trained parameters; 0: unknown

@@ -158,8 +158,8 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
     cause: Literal["longest_part", "exchange", "unexplained"]
     step_seconds: float
-    longest_seconds: float | None = None  # of its longest share, alone
-    whole_seconds: float | None = None  # of all samples on the chosen device
+    longest_seconds: float | None = None  # of the split's longest share, measured alone
+    whole_seconds: float | None = None  # of a step with all samples on the chosen device
     exchange_seconds: float | None = None
 
 

@@ -254,7 +254,7 @@ class ChildGroup:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it hasn't measured anything yet
         self.link_speed = 0.0  # bytes per second of an all-reduce between its ranks; 0: unknown
-        self.link_path = ""  # between their devices; empty: unknown
+        self.link_path = ""  # path between the ranks' devices, such as NVLink; empty: unknown
         # seconds that its children waited for the imports of the fork server
         self.import_seconds = 0.0
         self.held_bytes: dict[int, int] = {}  # position -> bytes that it holds while it is idle

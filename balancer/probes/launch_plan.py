@@ -35,7 +35,7 @@ OPEN_SERVERS = (
     "TensorFlow's engine multiworker listens on all network addresses of this machine. Anyone who "
     "can connect to its ports can run code as you: see docs/security.md."
 )
-MOST_HELD = 256  # most sockets that are held
+MOST_HELD = 256  # maximum number of sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
