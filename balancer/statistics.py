@@ -46,10 +46,10 @@ def student(freedom: int) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of a single step's 95 % interval.
 
-    `seconds` is the step's duration, and `first_seconds` that of the step before. The variance
-    is pooled from the usual variance of steps (`LONE_ERROR`) and the difference of these two.
-    The difference isn't used if the first step took over 20 % longer, because that step also
-    compiled or allocated.
+    `seconds` is the step's duration, and `first_seconds` that of the step before. The variance is
+    pooled from the usual variance of steps (`LONE_ERROR`) and the difference of these two. The
+    difference isn't used if the first step took over 20 % longer, because that step also traced
+    or tuned kernels.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
