@@ -78,9 +78,9 @@ def relative_error(value: float, low: float, high: float) -> float:
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Return the relative error of a value from its 95 % interval, as text to follow ±.
+    """Return the relative error of a value as text to follow ±, such as 0.4 %.
 
-    For example, 0.4 %.
+    It is computed from the bounds of the value's 95 % interval, as in `relative_error`.
     """
     return write_error(relative_error(value, low, high))
 
@@ -143,6 +143,6 @@ def join_shares(shares: Sequence[Sequence[int]]) -> str:
 def join_words(words: Sequence[str], last: str = "and") -> str:
     """Return words as a list in a sentence, such as "one, two and three".
 
-    `last` is the word before the last one: "and" or "or".
+    `last` is the conjunction before the last word: "and" or "or".
     """
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

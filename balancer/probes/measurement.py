@@ -217,9 +217,9 @@ class Measurement:
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
         """Measure how long the step takes without input and, on GPUs, without a slow host.
 
-        Comparing these times with the usual step shows what limits the training. To measure the
-        first, all ranks reuse one batch; this is skipped if waiting for input takes less than
-        `LEAST_SHARE` of the step. To measure the second, the host enqueues all kernels of a step
+        Comparing these times with the usual step shows what limits the training. For the step
+        without input, all ranks reuse one batch. It isn't timed if waiting for input takes less
+        than `LEAST_SHARE` of the step. For the step without a slow host, all kernels are enqueued
         before the step begins.
         """
         on_gpus = not self._ranks.own_cores

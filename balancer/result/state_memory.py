@@ -81,7 +81,7 @@ def write_state_memory(memory: StateMemory) -> str:
 def write_adapters(memory: StateMemory) -> list[str]:
     """Return one sentence per method of training adapters, such as LoRA.
 
-    The sentence has the memory that the method would need, and the devices that have as much.
+    The sentence has the memory that the method needs, and the devices that have enough.
     """
     sentences = []
     for each in memory.adapters:

@@ -466,8 +466,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
 
-    It is the difference to a measured split with equal shares, the same devices and the same batch.
-    Return an empty list if there is no such split.
+    It is the difference from a measured split with equal shares, the same devices and the same
+    batch. Return an empty list if there is no such split.
     """
     chosen = report.chosen
     layout = chosen.layout
