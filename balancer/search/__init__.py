@@ -1,7 +1,7 @@
 """The search for the layout that trains fastest: its rules, its theory, and a reading order.
 
-Rules. (1) Everything here is pure: no clock, file, thread, logging, framework or randomness. Time is known only from
-the seconds that observations report. (2) The next probes depend on the set of observations, not on their order: `tell`
+Rules. (1) The package is deterministic and has no side effects: no clock, file, thread, logging, framework or
+randomness. Time is known only from the seconds that observations report. (2) The next probes depend on the set of observations, not on their order: `tell`
 adds to the set, and everything else is computed from it. Only failures are counted: telling the same failure twice
 counts as two tries. (3) Only measured results are reported.
 
@@ -17,8 +17,8 @@ from t_i and c_k (`evener.shares.waterfill`): exactly for up to 32 devices, by a
    line. Then an optimistic layout, the fastest if each t_i were as fast as its points allow (`model/optimistic`), tells which
    batches to measure, as long as half of the expected gain pays for their time. A device that would keep the others
    waiting for little gain is left out of a round. Devices whose times differ by no more than noise share one curve,
-   hence equal shares. Times that rise repeatedly by the same jump are stairs (`model/step_time`), and the ends of
-   stairs are the batches to train with.
+   hence equal shares. If times rise repeatedly by the same jump, the curve is a step function ("stairs",
+   `model/step_time`), and the largest batches of its levels are the batches to train with.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until nothing new is predicted. For a number of devices that was
    never measured, c_k is assumed low, so that using fewer devices gets tried; for more devices than any split had, it
@@ -26,7 +26,7 @@ from t_i and c_k (`evener.shares.waterfill`): exactly for up to 32 devices, by a
    predicted to be within the tolerance of the fastest (`within`) is raced. A device that may beat every split alone is
    measured while the others are idle (stage `rest`); for a fixed batch, this may happen before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured in turns. They are
-   compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of several
+   compared within each turn, so drift of the machine's speed between turns cancels (`ranking`). The best single device always takes part. Packs of several
    trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than 0.2 %; a
    tie that the rest of the budget can't resolve remains a tie.
 4. The rest of the budget may be spent on more exploration, and on racing what that finds. Finally, the chosen layout is

@@ -1,4 +1,4 @@
-"""Exploration's next measurement, based on the model of the machine and its predictions."""
+"""Choose the next measurement in the exploration phase, from a model of the machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next probes of devices alone or, if there are none, of a split.
+    """Return the next probes, to be run at the same time.
 
-    A probe of one device with the others idle may replace that of a split. Return an empty tuple if
-    no measurement is worth its time, or if none fits the budget.
+    They are one round of devices that each run alone or, once no such round is worth its time, a
+    probe of a split (only if `with_splits`) or of one device while the others are idle. Return an
+    empty tuple if no measurement is worth its time, or if none fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -52,7 +52,8 @@ class Observations:
         """Add an observation.
 
         Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
-        over Failed. Each failure counts as one more attempt.
+        over Failed. Each failure counts as one more attempt. An observation is ignored if its
+        layout is for another number of devices or uses none.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -129,14 +130,17 @@ class Observations:
         return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
-        """Return the timed observations of the race whose layouts are one training run."""
+        """Return the race's timed observations of single training runs: no packs or placements."""
         return [one for one in self.timed(Stage.RACE) if one.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """Return the turns of a layout in the race, or in the knobs stage if it has knobs.
+        """Return a layout's measurements by turn number.
 
-        An uncontended measurement from before the race counts as turn 0, unless the race has a turn
-        0.
+        `stage` is the race or, if the layout has knobs, the knobs stage, unless specified. A
+        measurement from before the race in which nothing else ran counts as turn 0 of the race,
+        unless the race has a turn 0. Turns in which a device was throttled are left out if there
+        are others. If checks show that the machine has changed, only the measurements since the
+        first check are returned.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -159,8 +163,8 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a layout's checks and its turns since the first check, if the machine has changed.
 
-        The machine has changed if they are certainly slower than all turns before. Otherwise return
-        nothing.
+        The machine has changed if the intervals of all checks are below those of all turns before
+        the first check. Return an empty dict if it hasn't.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -186,7 +190,10 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_after_choice(self, layout: Layout) -> Turns:
-        """Return a layout's turns from its first check on, which had no part in its choice."""
+        """Return a layout's turns from its first check on, numbered from 0; empty before a check.
+
+        These turns had no part in the choice of the layout, so they don't bias its samples/s.
+        """
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
         began = min(checks, default=math.inf)
@@ -308,7 +315,7 @@ class Observations:
     def largest_alone(self, position: int) -> float:
         """Return the maximum rows per pass with which the device ran alone in exploration.
 
-        Return 0.5 if it never ran alone.
+        Return 0.5, which is smaller than any batch but can be a divisor, if it never ran alone.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
@@ -320,16 +327,17 @@ class Observations:
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """Return the turns of the race and the checks in which the device took part."""
+        """Return the device's measurements in the race and in checks, in the order of turns."""
         own = (
             one for one in self.timed(Stage.RACE, Stage.CHECK) if one.probe.layout.shares[position]
         )
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the raced and checked splits in which the device took part.
+        """Return the measurements of the device in the race's splits and in checks of splits.
 
-        Return none before the first check.
+        Return an empty list before the first check, so that the race doesn't change the candidates
+        that it compares.
         """
         if not self.in_stage(Stage.CHECK):
             return []
@@ -344,7 +352,11 @@ def _is_plain_split(layout: Layout) -> bool:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return an observation's rank. A probe keeps its highest-ranked observation."""
+    """Return the sort key of an observation; a probe keeps the observation with the highest key.
+
+    OutOfMemory comes before Timed, and Timed before Failed. Of two timed observations, the one with
+    more steps has the higher key or, if the steps are equally many, the one with shorter steps.
+    """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -353,7 +365,10 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """Return a probe's sort key, which gives any set of observations a unique order."""
+    """Return a probe's sort key: first by stage and turn, then by everything else that differs.
+
+    No two probes have equal keys, so the order of arrival of observations doesn't matter.
+    """
     layout = probe.layout
     return (
         STAGES.index(probe.stage),

@@ -13,15 +13,17 @@ from .observations import Observations
 from .report import SearchReport
 from .solo_stage import SMALL
 
-# fewest steps of an epoch with a free global batch: an optimizer learns nothing in fewer
+# minimum number of steps per epoch if the global batch is free: with fewer updates, an optimizer
+# hardly learns anything
 LEAST_STEPS = 20
 
 
 class Search:
-    """Finds the layout that trains fastest. `evener.balancer.search` explains the theory.
+    """Finds the layout that trains fastest. The docstring of this package explains the theory.
 
-    Time is known from observations alone: the time spent is the sum of their `elapsed_seconds`.
-    Solo probes of one turn run at the same time, so only the longest of them counts.
+    The caller runs the probes that `ask` returns, and passes each observation to `tell`. The search
+    has no clock: the time spent is the sum of the observations' `elapsed_seconds`. Solo probes of
+    one turn run at the same time, so only the longest of them counts.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -44,11 +46,12 @@ class Search:
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
-        """Store the facts about the data and the model that children have reported.
+        """Add the facts about the data and the model that child processes have reported.
 
-        If the global batch is free and no largest batch is given, the number of rows limits it so
-        that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
-        cost. The number of the longest row is used in the message if no device can hold that row.
+        If the global batch is free and the request has no largest batch, the number of rows limits
+        the batch so that an epoch has at least 20 steps. If row lengths are known, rows are
+        assigned by their cost. The index of the longest row is only used in the message that no
+        device can hold that row.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -75,7 +78,7 @@ class Search:
     def ask(self) -> tuple[Probe, ...]:
         """Return the probes to run now, at the same time; empty when the search is over.
 
-        Asking doesn't change the search.
+        Calling `ask` doesn't change the search.
         """
         return self._evaluation.next_probes
 
@@ -105,14 +108,18 @@ class Search:
     def report(self, own_batch: int | None = None) -> SearchReport | None:
         """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is the batch that the user's script uses today. The report predicts its
-        samples/s.
+        `own_batch` is the batch that the user's script uses today, if known. The report then
+        contains the samples/s that are predicted for that batch.
         """
         return self._evaluation.report(own_batch)
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch, a multiple of the quantum, that leaves an epoch enough steps."""
+    """Return the largest batch with which an epoch of `rows` rows has at least `LEAST_STEPS` steps.
+
+    The batch is a multiple of the quantum. For few rows, it may leave fewer steps: it is at least
+    `SMALL` rows, and one quantum per device, as long as the data has that many rows.
+    """
     quantum = problem.multiple_of
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)
     return max(quantum, min(rows, wanted) // quantum * quantum)

@@ -37,9 +37,10 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A device's cost of a step.
+    """The coefficients of the duration of a device's step, over rows of unequal length.
 
-    `step_s` is the time in seconds that isn't part of a pass, such as that of the optimizer.
+    `step_s` is the time in seconds per step that isn't part of a pass, such as the optimizer's.
+    `cost` gives the duration of each pass.
     """
 
     step_s: float
@@ -56,11 +57,11 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Return the cost that fits the points; None if there are too few points.
+    """Return the cost that fits the points best; None if there are too few points.
 
     Time that depends on neither rows nor tokens is attributed to passes, unless the points clearly
-    show that it belongs to the step: if passes were considered free, they would become ever
-    smaller.
+    show that it belongs to the step. This is the safer error: if passes seemed free, rows would be
+    assigned to ever smaller passes.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -77,11 +78,12 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return non-negative rates that fit the values, and the remaining distance.
+    """Solve a weighted non-negative least-squares problem.
 
-    For each row, the sum of rate * amount should be near its value. Distances are in standard
-    errors of the values, squared and summed. If the rows can't tell some amounts apart, only one of
-    these gets a rate.
+    Return the rates and the sum of squared residuals. `rows` is the matrix of amounts: each row is
+    one equation, sum of rate * amount = value, with one rate for each column. `errors` are the
+    standard errors of `values`; the residual of an equation is divided by its error. Of collinear
+    columns, which the equations can't tell apart, only one gets a rate above 0.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -97,10 +99,13 @@ def fit_rates(
 def _nearest(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the rates for columns of length 1, and the remaining squared distance.
+    """Return the rates >= 0 with the least |wanted - sum of rate * column|², and that residual.
 
-    It is the better of two smaller problems: without the last column, or with the last column's
-    contribution projected out of all others (Gram and Schmidt).
+    `columns` have length 1, or 0 if all their amounts are 0. The last column's rate is either 0, so
+    that the column may be dropped, or positive, so that the residual is orthogonal to the column
+    and the column may be projected out of all others and of `wanted` (Gram-Schmidt). Both smaller
+    problems are solved recursively, and the solution with the smaller residual is returned. A
+    column of which projections left nothing is collinear with later columns, and gets the rate 0.
     """
     if not columns:
         return (), _dot(wanted, wanted)
@@ -128,7 +133,8 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
-# rows drawn for a prediction, or one batch: their mean length is within 2 % if lengths vary by half
+# rows drawn for a prediction, in whole batches and at least one batch; their mean length is within
+# 2 % of the data's if the standard deviation of lengths is half their mean
 DRAWN_ROWS = 512
 SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be distributed by cost
 LARGEST_BATCH = 1024  # most rows to predict for (limits the CPU time of ask)
@@ -147,9 +153,10 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone, on rows of one length or on a batch by cost.
+        """Return the observations of a device alone, in the order of their probes.
 
-        The rows of a batch by cost have several lengths and are assigned by their cost.
+        Their layouts have rows of one length, or a global batch of rows of several lengths that are
+        distributed over passes by cost.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
@@ -157,9 +164,9 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the step durations in seconds of single passes over rows of one length.
+        """Return the duration in seconds of each measured step of one pass over rows of one length.
 
-        They are keyed by number of tokens.
+        The keys are the tokens of the pass.
         """
         found = {}
         for seen in self.tried_alone(position):
@@ -200,7 +207,10 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the measured steps of a device alone, by rows, rows per pass, and row length."""
+        """Return the measured steps of a device alone, by (rows, rows per pass, row length).
+
+        The row length is 0 for a batch of rows of several lengths.
+        """
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -237,7 +247,10 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the costs of some devices in a split, or of one device alone."""
+        """Return the costs of some devices in a split, or of one device alone.
+
+        Devices whose cost is unknown are left out.
+        """
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
@@ -245,7 +258,8 @@ class TextModel(MachineModel):
     def predict_parts(self, split: Timed) -> list[float]:
         """Return each device's compute time (own work) in a split, predicted from its cost alone.
 
-        The times are in seconds, for the active devices in order.
+        The times are in seconds, in the order of the active devices; devices whose cost or work is
+        unknown are left out.
         """
         found = []
         for position in split.probe.layout.active:
@@ -337,7 +351,7 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if at least one of these devices can hold the longest row."""
+        """True if a pass on at least one of these devices can hold the longest row."""
         return any(
             self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
             for i in positions
@@ -346,8 +360,9 @@ class TextModel(MachineModel):
     def predicted_rate(self, layout: Layout) -> float:
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
-        Return 0 if costs are unknown. Passes over rows of one length are predicted in proportion to
-        the largest pass so far, because a cost fitted to small passes is too low.
+        Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
+        the time is extrapolated in proportion from the largest measured pass, because a cost fitted
+        to small passes is too low.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}

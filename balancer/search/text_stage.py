@@ -1,11 +1,12 @@
 """Exploration with rows of unequal length: passes of a few sizes, then whole batches.
 
-These passes give each device's cost: a small one, larger ones of the longest rows until they take
-clearly longer, several passes of short rows, and passes of other lengths. All devices run at the
-same time. A small pass says nothing about the cost of tokens on a fast GPU, where starting its
-kernels takes longer than computing them. Then the global batch is measured on each device alone,
-which tests its cost, and so is the split that the costs predict. More splits follow while compute
-times (own work) in the last one lead to a different assignment of rows.
+These passes determine each device's cost: a small pass, larger passes of the longest rows until
+they take clearly longer, several passes of short rows in one step, and passes of other lengths. All
+devices run at the same time. A small pass says nothing about the cost of tokens on a fast GPU,
+where launching kernels takes longer than computing them. Then the global batch is measured on each
+device alone, which tests its cost, and so is the split that should be fastest according to the
+costs. More splits follow while the compute times (own work) in the last one lead to a different
+assignment of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Chooses passes, then batches and splits, based on the observed cost of rows."""
+    """Chooses passes, then batches and splits, based on the observed cost of rows.
+
+    With `splits`, it also chooses splits to measure.
+    """
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine
@@ -39,7 +43,11 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next passes of devices alone, else global batches alone, else a split."""
+        """Return the next probes: of passes, or else of global batches, or else of a split.
+
+        Passes and global batches are measured on devices alone. Return an empty tuple if the stage
+        is over or the budget doesn't allow a probe.
+        """
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._probe_alone(passes)
         if not probes:
@@ -51,9 +59,10 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each device that has a layout in `wanted`.
+        """Return a probe of each device that has a layout in `wanted`, all in the same turn.
 
-        Return an empty tuple unless the budget allows all of them.
+        The keys of `wanted` are positions; None means that the device has nothing to measure.
+        Return an empty tuple unless the budget allows every probe.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -113,9 +122,10 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if larger passes are worth a measurement.
+        """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
 
-        No pass has shown yet what tokens cost, and larger passes may fit and be used in training.
+        This is the case while no pass took so much longer than the shortest one that it shows the
+        cost of tokens, provided that the larger pass may fit and that training may use it.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:
@@ -130,9 +140,10 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the global batch on one device, in smaller passes if it ran out of memory.
+        """Return the layout of the global batch on one device, to test the device's cost.
 
-        Return None if it ran or failed, or if the device can't hold the longest row.
+        If that batch ran out of memory before, its passes are smaller. Return None if it ran or
+        failed already, or if the device can't hold the longest row.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
@@ -142,9 +153,9 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return the split that the costs predict to be fastest.
+        """Return a probe of the split that should be fastest according to the costs.
 
-        Return nothing if a similar split was measured.
+        Return an empty tuple if a similar split was measured or the budget doesn't allow a probe.
         """
         tried = [
             one.probe.layout

@@ -26,7 +26,10 @@ class TextPolicy:
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
-        """True if the layout is a sensible way to train. A device alone with a few rows isn't."""
+        """True if the layout is a sensible way to train, and not just a probe of passes.
+
+        Its rows are assigned by cost, or it is a split by number of rows.
+        """
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
@@ -34,13 +37,17 @@ class TextPolicy:
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return empty curves, because plans have the costs of rows instead."""
+        """Return an empty curve for each device, because plans have the costs of rows instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """Return the global batch on the device that takes the least time for it alone."""
+        """Return the layout of the global batch on the device that computes it fastest alone.
+
+        Devices on which the race has failed are left out. Return an empty list if no device can
+        hold the longest row.
+        """
         ran = {}
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
@@ -51,16 +58,20 @@ class TextPolicy:
         return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
-        """Return the last split that exploration measured, and the fastest split."""
+        """Return the last split that exploration measured, and the fastest measured split.
+
+        They may be equal, so the list has up to two layouts.
+        """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split of rows over the best split's devices.
+        """Return the even split of rows over the devices of the best split, the first of `splits`.
 
-        Rows are assigned in the order of the data, and passes can hold the longest rows, as in a
-        training without a plan.
+        Rows are assigned in the order of the data, as in a training without a plan, and a pass has
+        no more rows than fit if all have the longest length. Return an empty list if there is no
+        such split. `scaling` (even splits over fewer devices) isn't supported for unequal rows.
         """
         if not splits:
             return []
