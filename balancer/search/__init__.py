@@ -1,7 +1,8 @@
 """The search for the layout that trains fastest: its rules, its theory, and a reading order.
 
 Rules. (1) The package is deterministic and has no side effects: no clock, file, thread, logging, framework or
-randomness. Time is known only from the seconds that observations report. (2) The next probes depend on the set of observations, not on their order: `tell`
+randomness. Time is known only from the seconds that observations report. (2) The next probes depend on the set
+of observations, not on their order: `tell`
 adds to the set, and everything else is computed from it. Only failures are counted: telling the same failure twice
 counts as two tries. (3) Only measured results are reported.
 

@@ -60,7 +60,8 @@ class Race:
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Return a probe for another turn of the chosen layout or its best rival.
 
-        Return nothing if the budget doesn't allow it.
+        It uses the rest of a budget that is to be spent whole (`Problem.spend_all`). Return an
+        empty tuple if there is no budget, or not enough of it left.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -72,8 +73,9 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the chosen layout again; empty if none is needed.
 
-        A check is repeated if a device was throttled during it, or while more turns may narrow a
-        wide interval. No check is needed if no other layout was measured.
+        A check is repeated once if a device was throttled during it, and also while the winner's
+        interval is wide but further turns may narrow it. No check is needed if no other layout was
+        measured. Return an empty tuple also if the budget doesn't allow the probe.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
@@ -118,15 +120,19 @@ class Race:
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that wait for a turn, and whether there is an unresolvable tie."""
+        """The candidates that still need a turn, and whether there is a tie.
+
+        A tie is a pair of layouts that the rest of the budget can't tell apart.
+        """
         rivals, tied = self._undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate; empty if the budget doesn't allow
-        it.
+        """Return the first probe of the most promising candidate in `wanted`.
+
+        Return an empty tuple if there is none, or if the budget doesn't allow its probe.
         """
         if not wanted:
             return ()
@@ -145,11 +151,12 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """Return the key by which candidates are sorted for their first turn.
+        """Return the sort key of a candidate for its first turn; the lowest key is measured first.
 
-        Candidates with the highest expected samples/s per second of probe time come first, extra
-        candidates of families last. Packs and placements are expected to be as fast as the best of
-        the other candidates.
+        The key is the probe's duration in seconds divided by the expected samples/s, because fast
+        layouts with short probes should be measured before the budget runs out. Packs and
+        placements are expected to be as fast as the best of the other candidates. If families need
+        child processes of their own, their extra candidates come last.
         """
         comparable = [one]
         if not one.synchronous:
@@ -163,7 +170,8 @@ class Race:
     def _grow_packs(self) -> tuple[Probe, ...]:
         """Return a probe of the next larger pack, the smallest pack of all modes first.
 
-        Return nothing unless the budget also suffices for one turn of every candidate.
+        Return an empty tuple if no pack is worth measuring, or if afterwards the budget wouldn't
+        suffice for one turn of every candidate.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -181,7 +189,9 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the current turn or, if that turn is complete, of a new turn.
 
-        With `settled`, all rivals take part, because the winner is already known.
+        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe. With
+        `settled`, the winner is already known, so all rivals take part and no time is reserved for
+        later turns.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         # further turns replace those in which a device was throttled
@@ -225,9 +235,11 @@ class Race:
     def _undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether there is an unresolvable tie.
+        """Return the rivals that deserve another turn, and whether there is a tie.
 
-        Only turns with a lower number than `before` count.
+        A tie is a pair of layouts that the rest of the budget can't tell apart. Only turns with a
+        lower number than `before` count. Rivals that were measured only once, while a device was
+        throttled, take precedence over all others.
         """
         turns = {}
         for one in rivals:
@@ -247,7 +259,7 @@ class Race:
     def _knob_rivals(self) -> list[Candidate]:
         """The winner without knobs and with each requested knob, except layouts that failed.
 
-        Return nothing if no knobs were requested.
+        The list is empty if no knobs were requested or no layout has been measured yet.
         """
         if not self._without_knobs or not self.options.knobs:
             return []

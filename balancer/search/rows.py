@@ -18,8 +18,9 @@ from .observations import Turns
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, is_tolerable, throughput
 
-# fractions of the tolerance: a batch within the first is tried, then one within the second; if
-# neither is good enough, the fastest batch wins, which may be twice as large
+# fractions of the tolerance: first, the smallest batch predicted to be within the whole tolerance
+# is tried, then the smallest within half of it; if neither turns out to be fast enough, the fastest
+# batch wins, which may be twice as large
 PARTS = (1.0, 0.5)
 LIKELY_SETS = 2  # sets of efficient devices that are raced
 SKETCHED = 24  # points of a curve that is drawn
@@ -38,7 +39,10 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: if one row fits, every row fits."""
+        """Return why no device can train although some are usable.
+
+        Always return None, because all rows have the same size: if one fits, every row fits.
+        """
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
@@ -54,9 +58,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time that a device would take alone for its share.
+        """Return the longest time, in seconds, that a device would take alone for its share.
 
-        Return None if no device ran alone.
+        The difference from the layout's step time shows what the devices lose by working together.
+        Return None if none of them ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -68,7 +73,8 @@ class RowPolicy:
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Return each device's curve in a split, and the rows of one pass that certainly fit.
 
-        For other layouts, return empty curves and 0 rows.
+        They are listed by position. An unused device, and every device of a layout that isn't a
+        split, has an empty curve and 0 rows.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -83,7 +89,7 @@ class RowPolicy:
         return tuple(found)
 
     def predicted_curve(self, position: int) -> PredictedCurve:
-        """Return a device's curve as points to draw."""
+        """Return a device's curve as points to draw; no points if it never ran alone."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -95,10 +101,10 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best solo layout.
+        """Return the best solo layout; empty if there is none.
 
-        At a fixed batch, return it in several passes and in one pass if both fit. For a free batch,
-        return it at its best batch.
+        If the global batch is fixed, the layout may have several passes, and the same layout in one
+        pass follows if it also fits. If the batch is free, the layout has the device's best batch.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -153,9 +159,11 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the most efficient splits that are fast enough and use fewer than all devices.
+        """Return the splits with the highest predicted samples/s per cost, the best first.
 
-        Return an empty list before any cost is known.
+        Costs, such as watts, are those of the objective for a device that computes or is idle. Only
+        splits that use fewer than all devices and are at most `max_slowdown` slower than the
+        fastest layout count. Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -180,7 +188,11 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of fewer than all devices that may include the most efficient set."""
+        """Yield sets of devices, as positions, among which to search for the most efficient set.
+
+        They have at least two devices, but not all. `costs` are the (active, idle) costs of each
+        device.
+        """
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
             for count in counts:
@@ -198,9 +210,11 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """Return the preferred measured split, predicted splits, and the fastest measured split.
+        """Return the splits worth racing, possibly with duplicates.
 
-        Predicted splits are included if they should be faster than the preferred one.
+        They are the preferred measured split, predicted splits that should be better than it, and
+        the fastest measured split. If none of the measured splits still fits, return the predicted
+        fastest split, or an empty list if that may not fit.
         """
         found = self._split_rates()
         if not found:
@@ -215,7 +229,11 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of every explored split that still fits."""
+        """Return the samples/s of every split that exploration measured and that still fits.
+
+        If the global batch is fixed, only splits of that batch count. A layout that was measured
+        several times has its highest value.
+        """
         batch = self.problem.global_batch
         found = [
             one
@@ -228,7 +246,8 @@ class RowPolicy:
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
         """Return the split with the smallest global batch within the tolerance of the fastest.
 
-        For a fixed batch, return the fastest.
+        `found` are the samples/s of the splits, and must not be empty. For a fixed batch, return
+        the fastest split.
         """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -236,8 +255,10 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
-        """Return predicted splits that should be faster than `chosen`, or equal it with another
-        batch.
+        """Return predicted splits that should be preferred to `chosen`.
+
+        They should be within the tolerance of the fastest with another, usually smaller batch, or
+        be clearly faster than `chosen`. Only splits that certainly fit are returned.
         """
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
@@ -248,12 +269,13 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield the smallest batches within parts of the tolerance.
+        """Yield the splits with the smallest batches predicted within fractions of the tolerance.
 
-        Each is yielded once the previous one has turned out to be too slow. If exploration has
-        measured the smallest good batch, another similar batch isn't worth a race. Once a check has
-        confirmed a good batch, no further batch is yielded: of many batches near the edge of the
-        tolerance, one would seem fast enough by chance.
+        The split of a smaller fraction (`PARTS`) is yielded only once the previous one was measured
+        and is too slow. If a measured split has a batch that is no larger and is fast enough, it
+        takes the place of the prediction. The same holds for a checked split that is fast enough,
+        whatever its batch is: of many batches near the edge of the tolerance, one would seem fast
+        enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -276,9 +298,11 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the layout with the smallest batch that is as fast as the tolerance requires.
+        """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        Its batch is at most `most`, or it has been checked. Return None if none ran.
+        `turns` are the measurements of each layout, and `leader` those of the fastest. The batch is
+        at most `most`, unless a check has confirmed the layout. Return None if there is no such
+        layout.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -289,10 +313,10 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the nearest layout that ran with nearly the same shares.
+        """Return the layout of `raced` whose shares are nearly those of `layout`, or `layout`.
 
-        If there is none, return the layout itself. Shares are nearly the same if they would be
-        merged into one point of a curve.
+        Shares are nearly the same if they would be merged into one point of a curve (2 %): another
+        measurement would show nothing new. Of several, return the one with the nearest batch.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -303,9 +327,10 @@ class RowPolicy:
         return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split over all live devices.
+        """Return the even split over all live devices, if one fits.
 
-        With `scaling`, also return even splits over 2, 4, ... of the fastest devices.
+        `splits` are the splits worth racing; a free batch is derived from the first. With
+        `scaling`, also return even splits over 2, 4, ... of the fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -316,12 +341,12 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over some devices; None if none fits.
+        """Return an even split over the devices at `positions`; None if none fits.
 
         A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
-        rows as the preferred split has per device, or else the fewest rows of the devices' best
-        batches alone. If that doesn't fit, each device gets as many rows as certainly fit. With
-        `whole`, a fixed batch isn't reduced.
+        rows as the first of `splits` has per device or, without splits, as many as the smallest of
+        the devices' best batches alone. If that doesn't fit, each device gets as many rows as
+        certainly fit, unless the batch is fixed and `whole` is True: then return None.
         """
         count = len(positions)
         quantum = self.machine.quantum
@@ -339,7 +364,10 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the batch of an even split over some devices if the request leaves it free."""
+        """Return the batch of an even split over the devices at `positions`, if the batch is free.
+
+        Return 0 if no device ran alone and there are no `splits`.
+        """
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self.machine.live)

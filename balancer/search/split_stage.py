@@ -2,11 +2,11 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
 exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
-The stage ends when the predicted split was measured, or promises at most 0.2 % more than the
-layouts that ran. One device alone, while the others are idle, is measured if it may be faster than
-every split. For a fixed batch, the fastest device alone comes before the first split if two steps
-of it take little of the remaining time, because it is compared in any case and needs no new child
-processes.
+The stage ends when the predicted split has already been measured, or promises at most 0.2 % more
+samples/s than the layouts that ran. One device alone, while the others are idle, is measured if it
+may be faster than every split. For a fixed batch, the fastest device alone comes before the first
+split if two steps of it take little of the remaining time, because it is compared with the splits
+in any case and needs no new child processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ WORTH_A_LONE_STEP = 0.5
 
 
 class SplitStage:
-    """Chooses the splits to measure, and a device to measure while the others are idle."""
+    """Chooses the splits to measure, and a device to measure while the others are idle.
+
+    It chooses no splits unless `splits` is True.
+    """
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions = predictions
@@ -60,11 +63,11 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None if the budget doesn't allow it.
+        """Return the probe of an allocation; None if `wanted` is None or the budget is too small.
 
-        Return None also without an allocation. The probe must leave `after` seconds for later
-        probes. If there is only time for a lone step, the step is timed if the allocation promises
-        over 50 % more samples/s than all layouts that ran.
+        The probe must leave `after` seconds for later probes. If there is only time for a lone
+        step, the probe times one if the allocation promises over 50 % more samples/s than all
+        layouts that ran.
         """
         if wanted is None:
             return None
@@ -98,9 +101,10 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the first plan's layout and step duration, with passes that ran before if needed.
+        """Return the first plan's layout and step duration, with safer passes if necessary.
 
-        They are needed if a device ran out of memory and there is no time for a second attempt.
+        They are necessary if a device of the layout ran out of memory before and there is no time
+        for a second attempt. Safer passes have sizes that ran before or certainly fit.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -110,7 +114,11 @@ class SplitStage:
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """Return the allocation that is worth measuring as a split; None if there is none."""
+        """Return the fastest predicted split if it is worth measuring, else None.
+
+        It isn't if it promises too little gain, if a similar split was tried, or if splits have
+        failed twice.
+        """
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
@@ -133,10 +141,11 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _probe_first_single(self) -> Probe | None:
-        """Return a probe of the fastest device alone at a fixed batch, before the first split.
+        """Return a probe of the fastest device alone, if it should precede the first split.
 
-        It is measured first, because otherwise a much slower split could be all that a short
-        search has measured. Return None if it leaves no time for a split that promises more.
+        Only for a fixed batch. The device comes first because otherwise a much slower split could
+        be the only result of a short search. Return None if this probe would leave no time for a
+        split that promises more.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -156,9 +165,10 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the longest step in seconds of a first split that the budget still affords.
+        """Return the maximum step duration, in seconds, with which a first split fits the budget.
 
-        `wanted` is the fastest split, which takes too long.
+        `wanted` is the fastest split, whose steps take too long. A split with shorter steps is
+        assumed to need as much time for its start and warm-up as `wanted`.
         """
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -166,9 +176,13 @@ class SplitStage:
         return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
-        """Return one device alone, with the others idle, that may win; None if there is none.
+        """Return the device to measure next while the others are idle, at its best batch.
 
-        It may win because of a larger batch, or because it runs without contention.
+        Of the devices that weren't measured in this way yet, it is the one with the highest
+        predicted samples/s. It may beat all splits because it computes a larger batch, or because
+        it runs without contention. Return None if no device is expected to win, or if the first
+        split hasn't been measured yet. If the batch is fixed, or there is only one device, a batch
+        that may not fit is tried even if it isn't expected to win.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
@@ -189,9 +203,11 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
-        """Return the devices of groups in which none was measured while the others were idle.
+        """Return the positions of devices to measure while the others are idle.
 
-        The only device is returned if the batch that should be its best wasn't measured yet.
+        They are the devices of each group of indistinguishable devices in which none was measured
+        in this way. If there is only one device, it is returned if the batch that should be its
+        best hasn't been measured yet.
         """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
