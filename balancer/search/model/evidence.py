@@ -33,10 +33,10 @@ FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """The points and the memory use of one device.
+    """What exploration measured on one device: its step times as points, and its memory use.
 
-    `rounds` is the number of its solo probes. `lost` is the reason why the device is left out, or
-    empty.
+    `rounds` is the number of its probes in the solo stage. `lost` is a message that says why the
+    device is left out of the search; it is empty if the device isn't left out.
     """
 
     alone: tuple[
@@ -63,11 +63,11 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points measured alone, and points of larger batches that were measured
-        otherwise.
+        """Return the points measured alone, and points of larger batches from other stages.
 
-        The larger batches were measured in splits or with the others idle. If this device is the
-        only one left (`devices` is 1), return all points.
+        The larger batches were measured in splits or while the other devices were idle. `devices`
+        is the number of usable devices. If it is 1, all points were measured under the same
+        conditions, so return all of them.
         """
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         others = (*self.others_idle, *self.in_splits)
@@ -96,10 +96,11 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ObservationsByUse(msgspec.Struct):
-    """A device's observations, grouped by what the device did.
+    """A device's observations, grouped by what the device did in the probe.
 
-    It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), ran
-    alone in several passes, or computed its share of a split.
+    `rounds`: alone in one pass while the other devices computed too. `others_idle`: alone in one
+    pass while the others were idle. `in_passes`: alone in several passes. `splits`: its share of a
+    split.
     """
 
     rounds: list[Observation] = []
@@ -124,19 +125,19 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """True if the failure may be due to passes, which the workload may not support.
+    """True if the observation is a failure that may be due to several passes.
 
-    This is the case if this device had several passes in the probe, and no device caused the
-    failure.
+    The workload may not support them. This is possible if the device at `position` had several
+    passes in the probe, and the failure isn't the loss of a device.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by batch size.
+    """Return a device's memory use by batch size, and the batch sizes that ran or did not fit.
 
-    It has the batch sizes that ran, and the batch sizes that ran out of memory.
+    A batch size is the number of rows in one pass.
     """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -161,10 +162,11 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if this device is the one that ran out of memory.
+    """True if the device at `position` ran out of memory in this observation.
 
-    Either the observation names it, or its share was the largest relative to the batch that it ran
-    alone.
+    If the observation names no devices, it is the device whose share was the largest relative to
+    the largest batch that it ran alone. An observation doesn't count if other processes held memory
+    then that has become free since.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -181,9 +183,10 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone and permanently at a larger batch than it ran before.
+    """True if the device failed alone at a larger batch than it ran before.
 
-    Some kernels have such a limit.
+    Some kernels only support batches up to some size, so the failure counts as running out of
+    memory: the device remains usable with smaller batches.
     """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
@@ -193,11 +196,11 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _why_lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return why the device is left out; empty if it isn't.
+    """Return a message that says why the device is left out; empty if it isn't.
 
-    A device is left out if it has gone, at any stage, or if it failed permanently. Only failures
-    alone and failures that name it in a split of 3 or more devices count, because a failure in a
-    pair may be due to either device.
+    A device is left out if it is no longer available, or if it failed permanently in exploration:
+    alone, or in a split whose failure names only this device. A failure of a pair of devices counts
+    only if this device was lost, because otherwise either device may be the cause.
     """
     if position in store.gone:
         return store.gone[position]
@@ -214,9 +217,10 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
 
 
 def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which the device's steps now take longer; 1 if it isn't held back.
+    """Return the factor by which the device's steps now take longer because of throttling.
 
-    It is held back if it was throttled in its last check or, before any check, in all measurements.
+    The factor is 1 if the device isn't throttled any more. It is the median ratio between the
+    throttled step times and the curve fitted to measurements without throttling.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
@@ -232,8 +236,9 @@ def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
     """Return the measurements in which the device was throttled; empty unless it still is.
 
-    It still is throttled if it was in its last check or, before any check, in all splits and turns.
-    A single such measurement counts as a burst.
+    A device is assumed to be still throttled if it was throttled in its last check or, before any
+    check, in all of its splits and turns of the race. With a single measurement, throttling is
+    assumed to be brief, so the list is empty.
     """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -245,7 +250,7 @@ def _held_back_since(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Return the device's points from the probes in which no device was throttled."""
+    """Return the device's points from those observations in which no device was throttled."""
     timed = (one for one in seen if isinstance(one, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
@@ -253,11 +258,14 @@ def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
     """Yield the device's points: its compute time (own work) in a step, or the whole step if alone.
 
-    The error of a point is the measured error, or the error expected from the median noise per step
-    if that is larger: an interval of few blocks is often too narrow by chance, because a probe ends
-    once it is narrow enough. The error is raised at most by the factor `LUCKY`, because steps of
-    few rows may be noisier. Measurements in which the device was throttled are used only if there
-    are no others, or if the device has since become `slower` by this factor.
+    The error of a point is the larger of the measured error and the error expected from the median
+    noise per step: a measured interval is often too narrow by chance, because a probe ends once its
+    interval is narrow enough. The error is raised at most by the factor `LUCKY`, because steps of
+    few rows may be noisier than others.
+
+    `slower` is the factor by which throttling now prolongs the device's steps. If it is 1,
+    measurements in which the device was throttled are used only if there are no others. If it is
+    larger, all measurements are used, and the times without throttling are multiplied by it.
     """
     found = [(one, _own_seconds(one, position)) for one in seen if isinstance(one, Timed)]
     found = [(one, seconds) for one, seconds in found if seconds]
@@ -279,7 +287,10 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative noise of a step over the probes that show it; 0 if none does."""
+    """Return the median relative standard error of one step over all probes but lone steps.
+
+    Return 0 if there are no other probes.
+    """
     certain = (one for one in seen if not one.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
@@ -297,11 +308,12 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the evidence with drift between probes added to the errors of points.
+    """Return the evidence with drift between probes added to the relative errors of its points.
 
-    The drift is the median difference between two points of nearly the same batch that neither
-    errors nor rows explain, over all such pairs. One pair without drift is added, because a lasting
-    disturbance changes one pair of one device.
+    A device's speed drifts from probe to probe, for example because of heat, which the noise within
+    a probe doesn't show. The drift is the median of the differences from `_list_drifts`. A 0 is
+    added to these, so that a single pair of points, which one disturbance may have changed, doesn't
+    count as drift.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -320,10 +332,11 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the absolute difference between the times of each two points of nearly the same batch.
+    """Yield how much the times of each two points of nearly the same batch differ.
 
-    Differences are logarithms of ratios. They are 0 if errors and the difference in rows explain
-    them.
+    The two points are of one device. The difference is the absolute logarithm of the ratio of the
+    times, minus what the difference of the batches may explain. It is 0 if the points' errors
+    explain the rest.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
@@ -354,11 +367,12 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Return the positions of devices, grouped by equal speed.
+    """Return the positions of the devices, in groups of devices whose speeds can't be told apart.
 
-    Each device is as fast as the first device of its group. A lost device has its own group.
-    Devices with different `limits` compute different parts of the training, so they are never in
-    one group, however noisy their points are.
+    Each device is as fast as the first device of its group, except for noise. A lost device is
+    alone in its group. Devices with different `limits` (`Problem.limits`) may use different
+    fractions of the hardware in the training, so they are never in one group. If `limits` is empty,
+    all are equal.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -371,9 +385,10 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return the positions in groups, in `order`.
+    """Return the positions of `order` in groups of equivalent positions.
 
-    Each position joins the last group for whose first member `same` is true, or forms a new group.
+    Positions are added in their order. Each joins the latest group for whose first member `same`
+    is true, or forms a new group if there is none. The positions of a group are sorted.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -389,8 +404,8 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
-    This must hold at every common batch. Also, neither device may have taken clearly longer for
-    fewer rows than the other for more.
+    This must hold at every common batch, of which there must be at least two. Also, neither device
+    may have taken clearly longer for fewer rows than the other for more. False if a device is lost.
     """
     if one.lost or other.lost:
         return False
@@ -413,19 +428,21 @@ def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times at nearly the same batch, and its standard
-    error.
+    """Return the logarithm of the ratio of two times, and its standard error.
+
+    If the batches differ slightly, times are assumed to grow with the square root of the batch,
+    halfway between a level and a proportional curve.
     """
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains the gaps, which must come from at least two batches.
+    """True if noise explains all gaps between two devices and also the mean gap.
 
-    A gap is the logarithm of a ratio of times, with its standard error. The function returns False
-    at the first gap that noise can't explain, because 1024 devices have half a million pairs to
-    compare per decision.
+    A gap is the logarithm of the ratio of their times at one batch, and its standard error. False
+    if there are fewer than two gaps. The function returns at the first gap that noise can't
+    explain, because 1024 devices have half a million pairs to compare per decision.
     """
     total = 0.0
     mean = 0.0

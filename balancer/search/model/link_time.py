@@ -1,8 +1,9 @@
-"""Predict the time of a gradient exchange from the speed of the link. Pure.
+"""Predict the time of a gradient exchange from the speed of the link between the devices.
 
 A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes of the gradients over each link.
-The exchange overlaps with computation, so only the excess prolongs a step. Results are lower
-bounds, because a search must not reject a layout because of an estimate that may be too high.
+It overlaps with computation, so only the part that computation doesn't hide prolongs a step.
+Predicted times are lower bounds, so that a search doesn't reject a layout because of an estimate
+that is too high. This module has no side effects.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 from ...types import KnownLink
 
 # The largest fraction of a rank's compute time (own work) that hides the exchange: the backward
-# pass takes two thirds of it, and shards also gather their units during the forward pass.
+# pass takes two thirds of the compute time, and a sharded training also gathers parameters during
+# the forward pass.
 HIDDEN_BY_BACKWARD = 2 / 3
 HIDDEN_IN_SHARDS = 1.0
-# Shards gather the parameters twice in a pass and reduce the gradients once. Each sends half the
-# bytes of an all-reduce.
+# A sharded training gathers the parameters twice in a pass and reduces the gradients once. Each of
+# these three collectives sends half the bytes of an all-reduce.
 SHARDS_REDUCES = 1.5
 
 
 def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the seconds of an all-reduce of `size` bytes over `ranks` ranks; 0 for a single rank.
+    """Return the duration of an all-reduce of `size` bytes over `ranks` ranks, in seconds.
 
-    The latency was measured over `link.ranks` ranks, and grows with the steps of the ring.
+    The latency was measured over `link.ranks` ranks, and grows in proportion to the steps of the
+    ring. Return 0 for a single rank, or if the bandwidth of the link is unknown.
     """
     if ranks < 2 or link.bytes_per_second <= 0:
         return 0.0
@@ -31,10 +34,11 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the seconds in which a pass of shards gathers and reduces its parameters.
+    """Return the duration of the collectives in one pass of a sharded training, in seconds.
 
-    `size` is the number of bytes of the parameters. The latency of the many collectives is left
-    out, because the number of units isn't known.
+    They gather the parameters, of `size` bytes, and reduce the gradients. Latency isn't included,
+    because the number of collectives depends on how the model is divided into units, which isn't
+    known.
     """
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)
     return SHARDS_REDUCES * all_reduce_seconds(size, ranks, bandwidth)

@@ -31,10 +31,11 @@ UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's memory use.
+    """One device's memory use. A batch is the number of rows in one pass.
 
-    `points` are (batch, bytes) in rising order of batch. `largest_ran` is the largest batch that
-    ran, and `smallest_failed` the smallest that ran out of memory.
+    `limit_bytes` is the memory that a training can use; None if unknown. `points` are (batch,
+    bytes) in rising order of batch. `largest_ran` is the largest batch that ran, 0 if none did, and
+    `smallest_failed` the smallest that ran out of memory, None if none did.
     """
 
     limit_bytes: int | None
@@ -45,9 +46,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
-        """The points at clearly distinct batches, chosen from the largest down.
+        """The points at clearly distinct batches, in rising order, for fitting lines.
 
-        If no two batches are distinct, it has the outermost two points.
+        They are chosen from the largest batch down. If no two batches are clearly distinct, they
+        are the first and the last point.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
@@ -59,9 +61,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """The line (bytes at 0 samples, bytes per sample) through the two largest batches.
+        """The line (bytes at 0 samples, bytes per sample) through the two largest distinct batches.
 
-        The slope is never negative. It is None if there are fewer than two points.
+        The slope is never negative. The line is None if there are fewer than two points.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -70,10 +72,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """Return the largest batch that fits according to the line; None if unknown or unlimited.
+        """Return the largest batch that fits according to the memory line.
 
-        If the slope last grew by d, it is assumed to grow by d again, and only 80 % of the free
-        memory is used.
+        If the last slope was steeper than the one before it, it is assumed to become steeper by as
+        much again, and only 80 % of the free memory is used. Return None if the line or the limit
+        is unknown, or if memory use doesn't grow with the batch.
         """
         line = self.line
         if line is None or self.limit_bytes is None:
@@ -116,9 +119,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        Return 0 if no batch can fit. With `optimistic`, return the largest batch size below the
-        smallest one that failed, as long as fewer than two attempts ran out of memory and memory
-        use predicts no smaller limit.
+        It is the prediction of the memory line. If the line is unknown or was refuted, it is a
+        batch between the largest that ran and the smallest that failed or, if none failed,
+        `BLIND_GROWTH` times the largest that ran. Return 0 if no batch can fit. With `optimistic`,
+        the batch just below the smallest that failed is tried, rather than one in between, as long
+        as fewer than two attempts ran out of memory.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -138,10 +143,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """Return the largest batch worth trying in a split.
+        """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is the largest batch that ran if bytes are unknown and `bold` is False, or if two
-        out-of-memory failures have refuted the memory line. Otherwise it is the next guess.
+        It is `largest_to_try`, which may not fit, except in two cases: if memory use in bytes is
+        unknown and `bold` is False, or if two out-of-memory failures have refuted the memory line.
+        Then it is the largest batch that ran.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -157,9 +163,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch up to `cap` that certainly fits.
+        """Return the largest batch that certainly fits, a multiple of `quantum` up to `cap`.
 
-        It is the largest that ran, or a little more if that used far less than the limit.
+        It is the largest batch that ran, or a little more if that batch used far less memory than
+        the limit.
         """
         safe = self.largest_ran
         guess = self.predict_largest()
@@ -168,9 +175,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest batch that takes at most `limit_bytes`, interpolated between points.
+        """Return the largest batch that takes at most `limit_bytes`, from the lines between points.
 
-        A single point is joined with the origin.
+        The outermost lines are extrapolated. If there is a single point, the line from the origin
+        through it is used. Return `UNBOUNDED` if memory use doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -190,10 +198,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """Return a device's memory use, from its bytes by batch and from what ran or failed.
+    """Return a device's memory use, given the memory limit and what was measured.
 
-    `ran` are the batches that fit. `full` are the batches that ran out of memory, once for each
-    failure.
+    `points` are the bytes used by each measured batch. `ran` are the batches that fit. `full` are
+    the batches that ran out of memory, once for each failure.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

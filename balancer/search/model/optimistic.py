@@ -1,8 +1,9 @@
-"""The highest speed that a device may have between its measured batches.
+"""Estimate the highest speed that a device may have between and beyond its measured batches.
 
 Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
-stair or another kernel. For the first half of each gap, time may continue with the slope before the
-gap, because a step up may be anywhere. Stairs are assumed to continue beyond what ran.
+jump, or another kernel. In the first half of each gap between points, time may therefore continue
+with the slope before the gap, and rise only in the second half. A step function ("stairs") is
+assumed to continue beyond the batches that ran.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return the fastest curve that the points allow, or the fitted curve if it explains them."""
+    """Return the fastest curve that the points allow; `curve` is the one fitted to them.
+
+    Return `curve` itself if it explains the points so well that no other is likely, or if there are
+    fewer than three batches.
+    """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
         stairs = fit_stairs(tuple(points))
@@ -40,10 +45,11 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the seconds per sample beyond the last point.
+    """Return the seconds per sample that are assumed beyond the last point.
 
-    If samples took less and less additional time, the slope is extrapolated as a power of the
-    batch, over the next growth.
+    If the slope between the last points fell, it is assumed to fall further, as a power of the
+    batch: the result is the slope at about the middle of the next gap, which may reach
+    `BLIND_GROWTH` times the last batch. Otherwise, return the slope of `curve`.
     """
     first, middle, end = points[-3:]
     before = _slope(first, middle)
@@ -58,9 +64,9 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """True if the bend may be anywhere between points.
+    """True if the curve has a bend whose position the points don't determine.
 
-    This is the case if only one point lies beyond a level stretch, or if the curve has only three
+    This is the case if only one point lies beyond a level stretch, or if there are only three
     points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
@@ -68,9 +74,10 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the bend (batch, seconds) that lowers the curve most in the gap before point `right`.
+    """Return the optimistic (batch, seconds) in the middle of the gap before the point `right`.
 
-    Return None if no bend is worth a measurement.
+    `right` is an index. Up to the middle, time continues with the slope before the gap. Return None
+    if that wouldn't be clearly faster than the line between the two points.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -87,10 +94,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which time may continue in the gap that ends at point number `right`.
+    """Return the slope with which time may continue in the gap before the point `right`.
 
-    `own` is the slope of that gap. Return it for the first gap, unless the next gap rises clearly
-    more steeply: then the first batches may have been level.
+    `right` is an index. The result is the slope of the previous gap. The first gap has no previous
+    gap, so return its own slope `own`, or 0 if the next gap is clearly steeper: then time may have
+    been level in the first gap.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])

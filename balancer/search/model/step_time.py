@@ -1,9 +1,10 @@
-"""A device's seconds(batch): a rising curve, fitted to a few noisy points, and inverted exactly.
+"""Fit a device's step time as a rising function of its batch, from a few noisy points.
 
-The curve is the simplest that fits the points: straight (fixed cost + cost per sample), level up to
-a knee and straight after it, stairs, or a line bent through the points, in which each point's
-deviation is shrunk by the fraction that noise explains. If step times fall as the batch grows,
-fewer rows count as taking as long as more rows, because no plan would use so few.
+The curve is the simplest that fits the points: a straight line (fixed cost + cost per sample), a
+level stretch up to a knee with a line after it, a step function ("stairs"), or a line that is bent
+towards the points. In the last case, each point's deviation from the line is shrunk by the fraction
+that noise explains. If a larger batch took less time, the smaller batches are assumed to take no
+longer than it, so that the curve rises and can be inverted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LINE_ERRORS = 2.5
 # cut at its geometric mean
 WIDE = 4
 FEWEST = 4  # points of stairs: one more than a level stretch followed by a line needs
-LEAN = 0.04  # fraction of the rise by which a stair may lean
+LEAN = 0.04  # fraction of the rise by which time may differ within one level of the stairs
 TILES = [1 << power for power in range(12, 0, -1)]  # samples; stair widths that are tried
 CURVES_KEPT = 512  # cache size: the curves of 16 devices in about twenty rounds
 MOST_STAIRS = 200  # in one curve; limits the time to evaluate it
@@ -42,7 +43,10 @@ Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured step time, in `passes` passes. `error` is its relative standard error."""
+    """The measured duration of a step in which a device computes `batch` rows in `passes` passes.
+
+    `error` is the relative standard error of `seconds`.
+    """
 
     batch: int
     seconds: float
@@ -61,14 +65,15 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def tolerance_seconds(self) -> float:
-        """The seconds by which a line may miss the point and still fit it."""
+        """The residual, in seconds, up to which a curve still fits the point."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """Return the curve that fits the points; None without points.
+    """Return the simplest curve that fits the points; None without points.
 
-    `among` is the number of devices that share a step, as in `Stairs.curve`.
+    `among` is the number of devices that share a step. It only matters for stairs: see
+    `Stairs.curve`.
     """
     return _fit_points(tuple(points), among)
 
@@ -109,7 +114,8 @@ def _level_curve(one: Point) -> Curve:
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
     """Return the points in rising order of batch, with similar points averaged.
 
-    Points are averaged if their batches are as `near` and noise explains how their times differ.
+    Points of one batch are always averaged. Other points are averaged if the relative difference of
+    their batches is at most `near` and noise explains how their times differ.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -123,7 +129,8 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 def _is_same(one: Point, other: Point, near: float) -> bool:
     """True if two points have nearly the same batch and noise explains how their times differ.
 
-    Otherwise a stair may lie between them.
+    `near` is the maximum relative difference of the batches. If the times differ by more than
+    noise, the time may jump between the two batches.
     """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     larger = other.batch / one.batch - 1
@@ -142,9 +149,11 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest curve, and its worst residual in standard errors.
+    """Return a straight line through the points or, if it doesn't fit, a curve with a knee.
 
-    It is a straight line if that fits, and else a level stretch and a line.
+    Also return the curve's largest residual in standard errors. A curve with a knee is a level
+    stretch followed by a line. Of these curves and the line, the one whose largest residual
+    is the smallest is returned, so it may not fit the points either.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
@@ -155,7 +164,10 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level before the point `cut`, and straight from it on."""
+    """Return a curve that is level up to a knee, and straight beyond it.
+
+    The level is fitted to the points before index `cut`, and the line to the others.
+    """
     before = points[:cut]
     rest = points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
@@ -169,9 +181,9 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve of max(flat, fixed + slope * b) seconds.
+    """Return the curve of max(flat, fixed + slope * b) seconds for a batch b.
 
-    It is level up to the knee, if the knee lies above 0, and straight beyond.
+    It is level up to the knee, where the two are equal. Without a knee above 0, it is straight.
     """
     if slope > 0 and flat > fixed:
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -188,9 +200,10 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return (batch, factor on the line) for each point.
+    """Return, for each point, its batch and the factor by which to multiply the line there.
 
-    Factors are shrunk towards 1 by the fraction that noise explains.
+    The factor is the point's time divided by the line's, but shrunk towards 1 by the fraction of
+    the deviation that noise explains. Return an empty list if noise explains all deviations.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -204,10 +217,11 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """Return the times at rising batches, each lowered to at most the times of larger batches.
+    """Return times that never fall: each is lowered to the smallest of the times after it.
 
-    No time is below 0. A larger batch may take less time if another kernel computes it. Fewer rows
-    are assumed to be able to use that kernel too.
+    `times` belong to batches in rising order. No result is below 0. A larger batch may take less
+    time if a faster kernel computes it. Smaller batches are assumed to be able to use that kernel
+    too.
     """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
@@ -218,8 +232,8 @@ def rising_line(
     """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
 
     The slope is never negative. If the best intercept would be negative, the line goes through the
-    origin, unless `intercept_not_negative` is False. A single sample gives a line through the
-    origin. `samples` must not be empty; weights are 1 / variance of y.
+    origin, unless `intercept_not_negative` is False. If all samples have the same x, the line also
+    goes through the origin. `samples` must not be empty; weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -237,10 +251,12 @@ def rising_line(
 
 
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the seconds that each further pass adds to the time of its rows.
+    """Return the seconds that each further pass of a step takes beyond the time of its rows.
 
-    They are fitted to steps in several passes. A lower limit prevents further passes from being
-    nearly free.
+    They are the mean over `steps`, which all have several passes; `curve` is the time of one pass.
+    They are negative if a part of a step, such as the optimizer's, isn't repeated in each pass. A
+    lower limit prevents further passes from being nearly free: a further pass of `rows` rows takes
+    at least `LEVEL` (5 %) of the time of these rows.
     """
     weights = []
     found = []
@@ -257,10 +273,12 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """Stairs with seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
+    """A step function: time is level and jumps by `rise` seconds after every 1 / `each` samples.
 
-    `places` are triples (each, lowest shift, highest shift) that put every point on its stair. They
-    are the corners of the region of all such values.
+    seconds(b) = max(least, first + rise * ceil(each * b + shift)) for a batch b. The points don't
+    determine `each` and `shift` exactly. `places` describes the feasible region, the polygon of all
+    pairs that put every point on its measured level: it has (each, lowest shift, highest shift) for
+    each corner of the polygon.
     """
 
     first: float
@@ -269,11 +287,13 @@ class Stairs(msgspec.Struct, frozen=True):
     places: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """Return the stairs up to the batch `largest`, continued by a straight line.
+        """Return the step function up to the batch `largest`, continued by a straight line.
 
-        The end of a stair lies somewhere between its first and last possible batch. The fraction x
-        of that range is chosen to maximize the expected gain, if one late device out of n delays
-        all of them: x * (1 - x)**n is highest at x = 1 / (n + 1).
+        `error` is the relative standard error of a typical point. The last batch of a level isn't
+        known exactly, only a range in which it lies. If n = `among` devices share a step and train
+        with the batch at the fraction x of that range, they gain in proportion to x unless one of
+        them is beyond its level and delays all. The expected gain x * (1 - x)**n is highest at
+        x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
@@ -293,7 +313,7 @@ class Stairs(msgspec.Struct, frozen=True):
         return Curve(tuple(knots), tuple(knots.values()), self.rise * each, error=error)
 
     def _end(self, stair: int) -> tuple[int, int]:
-        """Return the lowest and the highest possible last batch of a stair."""
+        """Return the smallest and the largest possible last batch of level number `stair`."""
         early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
         late = max(
             math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places
@@ -303,7 +323,10 @@ class Stairs(msgspec.Struct, frozen=True):
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """Return the highest stairs that fit the points; None if none do or the points are too few."""
+    """Return the step function with the highest rise that fits the points.
+
+    Return None if none fits, or if the points are too few to show stairs.
+    """
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
@@ -324,19 +347,20 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show the width of a stair.
+    """True if the points show the width of the stairs, in samples per level.
 
-    That takes three levels, or two without a wide gap between them. Otherwise many widths fit the
-    points.
+    `levels` are the numbers of the points' levels. That takes points on three levels, or on two
+    without a wide gap of batches between them. Otherwise, very different widths fit the points.
     """
     rise = bisect_left(levels, levels[0] + 1)
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the stairs for which each point is on its level.
+    """Return the step function for which each point is on its level.
 
-    Return None if the points' times or batches contradict that.
+    `levels` has the number of each point's level. Return None if no step function puts the points
+    there, because of their times or because of their batches.
     """
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -354,9 +378,10 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_parameters(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the parameters of stairs for which each batch is on its level.
+    """Return the `places` of `Stairs` that put each batch on its level; empty if there are none.
 
-    If stairs whose width is a power of two (tiles) are possible, return only their parameters.
+    If a width that is a power of two is feasible, return only the parameters for that width,
+    because kernels compute rows in tiles of such sizes.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
@@ -385,9 +410,10 @@ def _find_parameters(
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest shift of stairs for which each batch is on its level.
+    """Return the lowest and the highest `shift` of `Stairs` that put each batch on its level.
 
-    `each` is the number of levels per sample.
+    `each` is the number of levels per sample. If the lowest exceeds the highest, `each` isn't
+    feasible.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
