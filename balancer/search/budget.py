@@ -1,8 +1,8 @@
-"""The measuring time of probes, their least cost, and whether they still fit the budget.
+"""Decide how long each probe measures, what it costs at least, and whether it fits the budget.
 
-Exploration gets a part of the budget, so that the race can measure every candidate once. The part
-is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
-placements and other knobs follow, because each of these starts child processes of its own, which
+Exploration gets a part of the budget, so that the race can measure every candidate once. This
+part is nearly all of the budget if only solo, even and split layouts are requested. It is less if
+packs, placements or knobs follow, because each of them starts child processes of its own, which
 takes time. Before the first split, a round of devices alone that the plan doesn't depend on may
 take at most half of `EXPLORES` of what is left of that part, and must leave the time for the first
 split. Any other probe only has to fit.
@@ -64,7 +64,8 @@ class Budget:
         """Read how much time the probes in `seen` have spent.
 
         Steps of layouts that never ran are predicted by `machine`. Without it, they are estimated
-        from the devices' speeds alone.
+        from the devices' speeds alone. If `race_is_over`, exploration may use all of the remaining
+        budget.
         """
         self._options = options
         self._seen = seen
@@ -92,12 +93,13 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return how long the next probe may measure, in seconds.
+        """Return how long the next probe may measure, in seconds, without its start and warm-up.
 
-        At least `reserved` seconds remain after the probe. In exploration, it may take at most 1 /
-        `SURPRISE` of the time left, in other stages 1 / `probes_left`, and always enough for two
-        steps. If steps are too slow for that, return less than the time of one step: the probe then
-        times a lone step. A check confirms the winner's samples/s, so it is never a lone step.
+        At least `reserved` seconds remain for later probes. An exploring probe may take at most 1 /
+        `SURPRISE` of the time left, and a probe of another stage 1 / `probes_left` of it, but
+        always enough for two steps. A step takes `step_seconds`, by default an estimate. If steps
+        are too slow, return less than the time of one step, so that the probe times a lone step. A
+        check confirms the winner's samples/s, so it is never a lone step.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -127,8 +129,9 @@ class Budget:
         """True if the layout's shortest probe can end before the stage `ends_with` must end.
 
         `ends_with` is usually the probe's own stage. For a probe without which there would be no
-        result, it is the race, which may use the whole budget for its first turns. Later turns must
-        end at 95 % of the budget.
+        result, it is the race, which may use the whole budget for its first turns. Turns after the
+        first must end at 95 % of the budget. After the probe, `reserved` seconds must remain. The
+        shortest probe has `steps` steps of `step_seconds`; both are estimated by default.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._stage_end_seconds(ends_with, turn)
@@ -136,7 +139,11 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return the layout's probe in a turn; empty if the budget doesn't allow it."""
+        """Return a probe of the layout in a turn; empty if the budget doesn't allow it.
+
+        `probes_left` probes, including this one, share the time left, of which `reserved` seconds
+        remain for others.
+        """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
@@ -146,8 +153,9 @@ class Budget:
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
-        If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
-        many probes. In that case, any probe that leaves `after` seconds may run.
+        The probe may also take only a part of the time left, a smaller part if `after` isn't 0. If
+        steps of `step_seconds` are so slow that probes time lone steps, there is no time for many
+        probes, so this limit doesn't hold.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -167,7 +175,10 @@ class Budget:
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """True if a probe with this expected gain is worth its time."""
+        """True if a probe of `seconds` with this expected relative gain is worth its time.
+
+        The required gain grows with the fraction of the remaining time that the probe takes.
+        """
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
 
@@ -176,7 +187,8 @@ class Budget:
     ) -> float:
         """Return the duration of a layout's shortest probe in seconds.
 
-        It includes the start of the layout's child processes if they aren't running yet.
+        It includes warm-up, and the start of the layout's child processes if they aren't running
+        yet. The probe has `steps` steps of `step_seconds`; both are estimated by default.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
@@ -188,9 +200,9 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many turns of these layouts still fit the budget.
+        """Return how many turns in which each of these layouts is measured still fit the budget.
 
-        The number is infinite without a budget.
+        The number may be fractional, and is infinite without a budget.
         """
         each = sum(max(self.least_seconds(one), BASE_SECONDS[Stage.RACE]) for one in layouts)
         if not each:
@@ -198,18 +210,20 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget that would also have sufficed for first turns of `missing_seconds`.
+        """Return the budget, in seconds, that would have left time for the missing first turns.
 
-        It is in seconds, and takes exploration's part of the budget into account.
+        These turns take `missing_seconds`. Exploration would also get its part of a larger budget,
+        so the budget may have to be larger by more than that.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the budget that would have given packs `grown_seconds` more, in seconds.
+        """Return the budget, in seconds, that would have left `grown_seconds` for larger packs.
 
-        It is computed from what the search spent up to the first turns.
+        Packs may grow until a fixed fraction of the budget (`GROWS`) is spent. The time spent up to
+        the first turns counts.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS

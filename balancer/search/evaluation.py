@@ -62,7 +62,7 @@ class Evaluation:
     def next_probes(self) -> tuple[Probe, ...]:
         """The probes to run now, at the same time; empty when the search is over.
 
-        Probes that failed by chance are retried first.
+        Probes that failed once, perhaps by chance, are retried first.
         """
         retries = self._retries()
         if retries:
@@ -96,9 +96,10 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the probes to retry after a failure.
+        """Return the probes to retry after a failure; empty if there are none.
 
-        They are one probe, or a whole round of devices alone.
+        They are all failed probes of the solo stage, which run at the same time, or else a single
+        probe.
         """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
@@ -107,7 +108,10 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The minimum duration of a check of the winner, in seconds."""
+        """The minimum duration of a check of the winner, in seconds; 0 before the race.
+
+        It is kept free while exploration spends the rest of the budget.
+        """
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
@@ -155,7 +159,7 @@ class Evaluation:
 
     @cached_property
     def _why_none(self) -> End | None:
-        """The reason why no device can train; None if a device can."""
+        """The reason why none of the devices can train; None if at least one can."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
@@ -171,7 +175,10 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search is over that would have no further probes with any budget."""
+        """Return why a search is over that would have no further probes with any budget.
+
+        `tied` is True if more turns couldn't tell the leading layouts apart.
+        """
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
@@ -194,7 +201,7 @@ class Evaluation:
 
     @cached_property
     def time(self) -> TimeLeft:
-        """The remaining time, for use by the devices' models."""
+        """The remaining time, which limits the batches that the devices' models allow."""
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
@@ -209,9 +216,9 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts, by the lengths of rows or by their number.
+        """The policy that chooses layouts.
 
-        It uses their number unless unequal lengths are known.
+        It is a `TextPolicy` if rows are known to have unequal lengths, else `by_rows`.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -219,7 +226,7 @@ class Evaluation:
 
     @property
     def machine(self) -> MachineModel:
-        """The policy's model of the devices, including the cost of rows."""
+        """The model of the devices that `policy` uses."""
         return self.policy.machine
 
     @cached_property
@@ -247,9 +254,10 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran out of memory and never ran anything.
+        """True if there is a device that ran out of memory and never ran anything.
 
-        Devices whose memory other processes also use don't count.
+        The model is then assumed to be too large for it. A device whose memory other processes also
+        use doesn't count.
         """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -360,15 +368,15 @@ class Evaluation:
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the turns that determine a layout's samples/s.
+        """Return the measurements that determine a layout's samples/s, by number.
 
-        For a layout that was never measured without contention, return its measurements in the solo
-        stage.
+        They are the turns of `Observations.turns`. For a layout that was never measured without
+        contention, they are its measurements in the solo stage.
         """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the turns that determine a layout's samples/s."""
+        """Return the measurements that determine a layout's samples/s, in the order of turns."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
@@ -376,8 +384,8 @@ class Evaluation:
     def report(self, own_batch: int | None = None) -> SearchReport | None:
         """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is the batch that the user's script uses today. The report predicts its
-        samples/s.
+        `own_batch` is the batch that the user's script uses today, if known. The report then
+        contains the samples/s that are predicted for that batch.
         """
         if self.best is None:
             return None
@@ -469,7 +477,7 @@ class Evaluation:
     def _enough_seconds(self) -> float:
         """The budget in seconds that would have sufficed to measure every layout once.
 
-        It includes one more pack of each mode that was still growing.
+        It includes one more pack of each mode whose packs were still gaining.
         """
         budget = self.budget
         live = self.model.live

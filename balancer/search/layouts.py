@@ -11,11 +11,12 @@ from evener.plan.layout import Knots
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
-# the empty curve of a device in a layout whose plan needs no curves
+# the curve of a device in a layout whose plan needs no curves: no points and 0 rows; multiply it by
+# the number of devices
 NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)
 Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
-# relative; a smaller difference in speed isn't worth a change, and a smaller one in shares can't be
-# measured
+# relative; a smaller difference in speed isn't worth a change, and the effect of a smaller
+# difference in shares can't be measured
 TIE = 0.01
 # factor for the next batch after one ran out of memory, which costs 3 s on a GPU
 RETREAT = 0.7
@@ -59,9 +60,9 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One layout in the race.
+    """One layout in the race, and the family that offers it.
 
-    `extra` is True if it isn't its family's first candidate. If the budget ends before such a
+    `extra` is True if it isn't its family's first candidate. If the budget runs out before an extra
     candidate is measured, it isn't reported as missing.
     """
 
@@ -71,15 +72,19 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True if the layout is one training by shares, without other knobs.
+        """True if the layout is a single training run by shares, without knobs.
 
-        The global batches of such layouts are comparable.
+        Only the global batches of such layouts are compared with each other.
         """
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The key that decides a tie. The smaller the key, the simpler the layout is to use."""
+        """The sort key that decides a tie: the layout with the smallest key is the simplest to use.
+
+        It compares, in this order, the number of knobs, of additional passes, the family's
+        simplicity, the number of devices, and that of trainings.
+        """
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -92,9 +97,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return the layout with a smaller batch on every device, after it ran out of memory.
+    """Return the layout with a smaller batch on every device, to retry it when out of memory.
 
-    Return None if it can't shrink.
+    Shares are multiples of `quantum`. Return None if a device would have no rows left.
     """
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
@@ -106,10 +111,10 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """Return the layout with more passes on the devices that ran out of memory.
+    """Return the layout with smaller passes on the devices that ran out of memory.
 
-    `full` are these devices. If it is empty, all devices get more passes. Return None if a pass
-    already has only one row.
+    `full` are the positions of these devices. If it is empty, because they aren't known, all
+    devices get smaller passes. Return None if a pass already has only one row.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -125,8 +130,8 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
     """True if a measurement couldn't distinguish two layouts.
 
-    They have equally many passes on each device, and their shares differ by at most `near`,
-    relative to the larger share.
+    They are of the same kind, have equally many passes on each device, and their shares differ by
+    at most `near`, relative to the larger share.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
@@ -137,8 +142,8 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """True if layout `one` takes no more memory than layout `other` on the same devices.
 
-    Their rows per pass are compared. If the shares of either layout depend on the lengths of rows,
-    the layouts must be equal.
+    Their rows per pass, processes and options are compared. If the shares of either layout depend
+    on the lengths of rows, the result is True only for equal layouts.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

@@ -40,7 +40,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and its replacement."""
+        """Pairs of a layout that ran out of memory in the race and its smaller replacement."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -48,9 +48,9 @@ class Offers:
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_failed(self) -> list[tuple[Candidate, Observation]]:
-        """Return the layouts that failed in the race, each with its failure.
+        """Return the layouts that failed in the race, each with the observation of its failure.
 
-        They include the smallest pack of each mode in which no pack ever ran.
+        They include the smallest pack of each mode in which packs were tried but none ever ran.
         """
         found = []
         for one in self.candidates:
@@ -67,7 +67,8 @@ class Offers:
     def _offered_candidates(self) -> tuple[Candidate, ...]:
         """The families' candidates, before any is replaced by a smaller one.
 
-        A split that a measurement couldn't distinguish from an earlier candidate is left out.
+        A layout that a measurement couldn't distinguish from an earlier split is left out. If the
+        objective may trade speed, energy-efficient layouts are added as extra candidates.
         """
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
@@ -80,7 +81,9 @@ class Offers:
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
         """Yield a family's candidates.
 
-        A layout of another kind belongs to the family of that kind.
+        Solo layouts and uneven splits after the first are extra candidates. A family may offer a
+        layout of another kind, for example if the best split uses a single device. That candidate
+        belongs to the family of its kind.
         """
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
@@ -88,9 +91,10 @@ class Offers:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller one if it ran out of memory.
+        """Return the candidate, or a smaller one if it ran out of memory in the race.
 
-        A free batch gets smaller. A fixed batch is divided into more passes.
+        A free batch is reduced. A fixed batch is divided into smaller passes, if the workload
+        supports that. A candidate that can't become smaller is returned unchanged.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -111,9 +115,9 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without equal splits.
+    """Return the candidates without those that a measurement couldn't tell from an earlier split.
 
-    Of several splits that a measurement couldn't distinguish, only the first is returned.
+    Layouts of rows assigned by cost are all returned.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

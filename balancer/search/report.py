@@ -28,9 +28,9 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     others_idle: frozenset[Layout] = frozenset()  # layouts measured without contention
     # layouts that failed in the race, with the failure
     failed: tuple[tuple[Candidate, Observation], ...] = ()
-    # layouts that were too large, with what ran instead
+    # layouts that ran out of memory in the race, with the smaller layouts that ran instead
     retreats: tuple[tuple[Candidate, Candidate], ...] = ()
-    unmeasured: tuple[Candidate, ...] = ()  # left out because the budget was spent
+    unmeasured: tuple[Candidate, ...] = ()  # not measured because the budget was spent
     ungrown: tuple[Candidate, ...] = ()  # packs that might still have gained
     packings: tuple[tuple[PackMode, tuple[Observation, ...]], ...] = ()
     enough_seconds: float = 0.0  # a budget that would suffice to measure what is missing
@@ -44,5 +44,5 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 
     def turns_of(self, layout: Layout) -> tuple[Timed, ...]:
-        """Return the turns that determine a layout's samples/s."""
+        """Return the measurements that determine a layout's samples/s; empty if it didn't run."""
         return self.turns.get(layout, ())

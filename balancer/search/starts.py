@@ -1,8 +1,8 @@
-"""The time to start a probe's child processes, estimated from earlier starts.
+"""Estimate the time to start a probe's child processes from earlier starts.
 
-A model with a billion parameters takes 20 s to load. Running child processes serve all layouts on
-their devices. A child process that ran out of memory may have exited, and then has to be started
-again.
+The time matters: a model with a billion parameters takes 20 s to load. Child processes that are
+already running can measure all layouts that differ only in their sizes. A child process that ran
+out of memory may have exited, and then has to be started again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .observations import STAGES, Observations, order_probe
 
 
 class StartTimes:
-    """The seconds that child processes took to start, without imports.
+    """The seconds that child processes took to start, without imports, in one set of observations.
 
-    They come from one set of observations.
+    Child processes are identified by `Layout.children`, the layout without its sizes.
     """
 
     def __init__(self, seen: Observations) -> None:
@@ -28,11 +28,12 @@ class StartTimes:
         self._timed = seen.timed()
 
     def seconds(self, layout: Layout) -> float:
-        """Return the seconds to start a layout's child processes; 0 if they are running.
+        """Return the seconds to start a layout's child processes; 0 if they are already running.
 
-        If they exited when a probe ran out of memory, or are started for each probe, return their
-        shortest start so far. For new child processes, the time is estimated from the starts in the
-        solo stage, which come first and so are the slowest.
+        If they exited when a probe ran out of memory, or are started anew for each probe, return
+        the duration of their shortest start. If they were never started, the time is estimated from
+        starts in the solo stage. This estimate is high rather than low, because the first starts of
+        a session are the slowest.
         """
         own = self._by_children.get(layout.children)
         if not own:
@@ -50,9 +51,10 @@ class StartTimes:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart a device alone after it ran out of memory.
+        """The seconds to restart a child process on one device after it ran out of memory.
 
-        They are 0 if all devices that ran out of memory were seen to continue without a restart.
+        They are 0 if child processes were measured again after they ran out of memory, and none of
+        them had to be restarted.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):

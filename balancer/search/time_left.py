@@ -1,6 +1,6 @@
-"""The time that exploration has left, and how long a step may take, for device models.
+"""The time that exploration has left, and the longest step that it allows, for device models.
 
-The cost of probes is in `budget`. It depends on the device models, so they can't depend on it.
+The cost of probes isn't here but in `budget`, which depends on the device models.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The time that a search has left, given its observations so far."""
+    """The time that a search has left, given its observations. It is infinite without a budget."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -54,12 +54,12 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the factor by which a step may take longer than predicted.
+        """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
 
-        Two such steps still fit a part of the time left for exploration; lone steps may exceed that
-        part by the factor `BOLD`. The factor limits the next batch on a level curve, which shows
-        nothing about larger batches: a step may take longer in proportion to the batch. It is
-        infinite if `step_seconds` is 0.
+        The factor is for a level curve, which shows nothing about larger batches: in the worst
+        case, a step takes longer in proportion to the batch. Two such steps must still fit in a
+        part of the time left for exploration. If probes time lone steps, they may take `BOLD` times
+        all of that time. The factor is at least 1, and infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -81,11 +81,11 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if the next probe should time a lone step.
+        """True if the next probe should time a single step, whose noise then remains unknown.
 
-        Measuring its noise would then take more than `part` of the time left. With such slow steps,
-        knowing the time of several batches to 3 % is worth more than knowing the time of a few
-        batches exactly.
+        This is the case if measuring the noise of steps of `step_seconds` would take more than the
+        fraction `part` of the time left. With such slow steps, knowing the time of several batches
+        to 3 % is worth more than knowing the time of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -93,14 +93,17 @@ class TimeLeft:
         return CERTAIN_STEPS * step_seconds > part * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """Return the number of steps of the shortest probe."""
+        """Return the number of steps of the shortest probe that is worth its start.
+
+        It is `LONE_STEPS` if the probe should time a lone step, else `FEWEST_STEPS`.
+        """
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True unless the first step at a new size takes longer than all later steps together.
+        """False if the first step at a new size takes longer than all others of a probe together.
 
-        In that case, a lone step would cost as much as a probe that shows its noise.
+        A probe of a lone step would then take about as long as one that shows its noise.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 
