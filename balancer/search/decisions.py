@@ -53,7 +53,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return the purpose of a round of devices alone."""
+    """Return the purpose of a round of devices alone, as the end of a sentence."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -85,10 +85,12 @@ def explain_no_device(model: MachineModel) -> End:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """Return a message if there is reason to doubt the plan, else an empty string.
+    """Return a message if there is reason to doubt the chosen plan, else an empty string.
 
-    The plan is one that no further measurement is expected to change. In 4,740 hard searches, 1.3 %
-    of the plans without a doubt were more than 3 % off, and 12 % of the plans with one.
+    A plan is doubtful if its devices' curves predict samples/s that differ clearly from those
+    measured, or if a device ran out of memory repeatedly at batches that are not much larger. It is
+    called once no further measurement is expected to change the plan. In 4,740 hard searches, 1.3 %
+    of the plans without a doubt were more than 3 % off, and 12 % of the plans with a doubt.
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:

@@ -1,4 +1,4 @@
-"""The results of exploration from which families choose (`families.SearchView`)."""
+"""The results of exploration from which families choose their layouts (`families.SearchView`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """An implementation of `families.SearchView`. Its lists start with the best layout."""
+    """Implements `families.SearchView` for one set of observations.
+
+    Lists of layouts start with the best layout. `shards` are the sharded layouts worth racing.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,11 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The batch for layouts without a batch of their own; None if it isn't known yet.
+        """The global batch for layouts that the search doesn't size, such as placements.
 
         It is the fixed batch, else the best solo layout's batch, else the smallest batch that
-        didn't fit on a device alone. It is also None if rows are assigned by cost.
+        didn't fit on a device alone. It is None if none of these is known yet, or if rows are
+        assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -68,7 +72,10 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """A `Packing` for each mode for which the search looks for the best number of trainings."""
+        """The modes of packs whose best number of trainings is searched, each with its `Packing`.
+
+        Empty if no packs were requested, or if no device can train alone in one pass.
+        """
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
         at_once = [layout for layout in self.singles if not layout.in_passes]
@@ -79,7 +86,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack of each mode; before any was measured, the smallest pack."""
+        """The best pack of each mode or, before any was measured, the smallest pack."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:

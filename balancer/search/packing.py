@@ -1,8 +1,8 @@
-"""Packs several trainings on one device: which number and batch to try next, and which was best.
+"""Choose the packs to measure: how many trainings run side by side on a device, at which batch.
 
 The number N of trainings grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains.
-Growth ends after two sizes without a gain over a smaller one, or after one that fails. Then the
-gaps next to the best size are halved. Each training costs memory and takes longer the more
+Growth ends after two numbers without a gain over the best, or after one that fails. Then the
+gaps next to the best number are halved. Each training costs memory and takes longer the more
 trainings run, so the smallest N within `ENOUGH` of the best is chosen, or within the tolerance if
 that is larger.
 
@@ -39,7 +39,10 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """Trainings side by side in one mode, on the device of the solo layout `single`."""
+    """Packs of one mode on the device of the solo layout `single`: what ran, and what to try next.
+
+    `mode` is how the trainings share the device, such as plain processes or NVIDIA's MPS.
+    """
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
         self._policy = policy
@@ -49,7 +52,7 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure; None when the best pack is certain enough."""
+        """Return the next pack to measure; None when the best number is known well enough."""
         size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
@@ -58,7 +61,8 @@ class Packing:
     def best_layout(self) -> Layout | None:
         """Return the best measured pack, or the next to measure if none has run yet.
 
-        Return None if there is none.
+        The best has the smallest number of trainings that is nearly as fast as the fastest. Return
+        None if no pack ran and none is to be measured.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -68,7 +72,7 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """True if the largest pack tried is the best so far."""
+        """True if the largest pack that was tried is the best, so that more may be better."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
@@ -112,9 +116,9 @@ class Packing:
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return a pack's samples/s over all its turns.
+        """Return a pack's combined samples/s over all its turns.
 
-        A later check may refute the value by which it was chosen.
+        All turns count, because a later check may refute the first value.
         """
         return throughput(self._policy.seen.turns(layout)).value
 
@@ -151,7 +155,10 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """The memory of one training by batch: the most that was seen alone or in a pack."""
+        """The memory use of one training of a pack.
+
+        For each batch, the bytes are the most that one training used alone or in a pack.
+        """
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -168,7 +175,8 @@ class Packing:
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """Return the number of trainings to try next, at most `most`.
 
-    Return None if the best number is known well enough.
+    `tried` has the combined samples/s of each number tried, 0 if it failed. Return None if the best
+    number is known well enough, or if nothing ran.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -186,7 +194,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the smallest number of trainings within the tolerance of the best rate.
+    """Return the smallest number of trainings within the relative tolerance of the highest rate.
 
     Return None if no number ran.
     """

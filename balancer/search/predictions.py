@@ -1,7 +1,7 @@
-"""The layouts that should train fastest, predicted from the observations.
+"""Predict from the observations which layouts should train fastest.
 
-Each prediction is computed once. In a cluster, some hosts may be left out of a step, because
-exchange across hosts costs more than within one host.
+In a cluster, some hosts may be left out of a step, because gradient exchange across hosts takes
+longer than within one host.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
 
 class Predictions:
-    """The layouts that a model of the machine predicts to be best if all rows cost the same."""
+    """The layouts that a model of the machine predicts to be best if all rows cost the same.
+
+    Predictions are allocations: (device, samples) pairs with the predicted step time.
+    """
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
         self.problem = machine.problem
 
     def layout(self, wanted: Allocation) -> Layout:
-        """Return an allocation as a layout over the devices of the request."""
+        """Return an allocation as a layout, with shares divided into passes where necessary."""
         shares = dict(wanted.shares)
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest split over some of these devices, or the fastest of them alone.
+        """Return the fastest split over some of these devices, or one of them alone if faster.
 
-        Curves may have several passes (`PassCurve`). Return None if the batch doesn't fit.
+        Curves may include several passes (`PassCurve`). Return None if the batch doesn't fit.
         """
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
@@ -57,8 +60,9 @@ class Predictions:
     def fastest_split(self) -> Allocation | None:
         """The split with the highest predicted samples/s that should fit; None if there is none.
 
-        For a fixed batch, shares are as large as necessary. Passes are used only if memory limits a
-        device's share and passes gain enough to be worth a measurement.
+        A fixed batch may need shares for which the curves can't be trusted. Shares are computed in
+        several passes only if memory limits a device's share and passes gain enough to be worth a
+        measurement.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
@@ -75,9 +79,9 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if memory limits the share of a device that may use passes.
+        """True if a device that may use passes could compute more rows than fit in one pass.
 
-        In the time of `found`, that device could compute more rows than fit.
+        The device has as much time as a step of `found` takes, or any time if `found` is None.
         """
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
@@ -93,9 +97,9 @@ class Predictions:
         )
 
     def split_within(self, seconds: float) -> Allocation | None:
-        """Return the fastest split of a free batch in which no device computes for longer.
+        """Return the fastest split in which no device computes for longer than `seconds`.
 
-        Returns None for a fixed batch.
+        Return None for a fixed batch, which can't be reduced, or if no split is quick enough.
         """
         if self.problem.global_batch is not None:
             return None
@@ -107,9 +111,9 @@ class Predictions:
         return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
-        """Return the samples/s of the fastest layout of this batch in one pass.
+        """Return the predicted samples/s of the fastest layout of this batch in one pass.
 
-        Return 0 if none is known to fit.
+        Return 0 if no such layout is expected to fit.
         """
         split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
@@ -122,9 +126,9 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some devices.
+        """Return the fastest split over some or all of these devices; None if none fits.
 
-        `of` is the batch; by default, it is the request's batch.
+        `of` is the global batch; by default, it is the request's, which may be free.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
@@ -166,7 +170,11 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the best batch of one device alone that should fit; None if none does."""
+        """Return the best batch of one device alone that should fit, in passes if they are needed.
+
+        Return None if no batch fits or the device never ran alone, or if every layout must use all
+        devices.
+        """
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
@@ -177,9 +185,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the smallest batch whose predicted slowdown is at most `part` of the tolerance.
+        """Return the layout with the smallest batch that is predicted to be fast enough.
 
-        The slowdown is relative to the fastest layout. Return None for a fixed batch.
+        It is slower than the predicted fastest layout by at most the fraction `part` of the
+        tolerance. Return None for a fixed batch, or without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -195,9 +204,9 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the smallest batch with which a split reaches `rate` samples/s.
+        """Return the split with the smallest batch that reaches `rate` samples/s.
 
-        The split is over the hosts of the fastest split.
+        It uses only hosts of the fastest split. Return None if no split reaches the rate.
         """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
@@ -213,9 +222,9 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return the smallest batch with which each device alone reaches `rate` samples/s.
+        """Return, for each device, its smallest batch that reaches `rate` samples/s alone.
 
-        It is None for a device that doesn't reach the rate.
+        The entry is None for a device that doesn't reach the rate.
         """
         found = []
         for one in self.machine.split_curves:
@@ -233,11 +242,12 @@ class Predictions:
 def split_over_hosts(
     devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: Sequence[Costs], solve: Solve
 ) -> Allocation | None:
-    """Return the fastest allocation that `solve` finds on one host, on all, or on some of them.
+    """Return the fastest allocation that `solve` finds on one host, on several, or on all.
 
-    Starting with all hosts, the host with the fewest rows is left out repeatedly. `hosts` has the
-    host of each position. On 400 random clusters of 2 to 6 hosts, this found the best of all sets
-    of hosts in 396 cases and was at most 6 % slower in the others.
+    `hosts` has the index of each device's host, by position. `costs` has the exchange costs by
+    number of hosts. `solve` is called for each single host, then for all hosts, and repeatedly
+    after the host with the fewest rows was left out. On 400 random clusters of 2 to 6 hosts, this
+    found the best of all sets of hosts in 396 cases and was at most 6 % slower in the others.
     """
 
     def over(chosen: Sequence[int]) -> Allocation | None:

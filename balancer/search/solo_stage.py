@@ -1,9 +1,10 @@
 """The first stage: every device runs alone, all at the same time, with a few batches each.
 
-Two small batches give a first curve and the memory slope. Then an optimistic layout, the fastest if
-every curve were as fast as its points allow, shows which shares are worth a measurement: shares
-beyond all measured batches, or in a gap between two points in which time may rise late. Another
-round is measured while that layout promises to gain more than the round costs. A device that would
+Two small batches give a first curve and the memory per row. Then an optimistic layout, the fastest
+if every curve were as fast as its points allow, shows which shares are worth a measurement: shares
+beyond all measured batches, or in a gap between two points in which time may rise only late. A
+round is one probe of each device that takes part. Another round is measured while that layout
+promises to gain more than the round costs. A device that would
 keep the others waiting for little gain is left out of a round.
 """
 
@@ -26,7 +27,8 @@ from .model.step_time import SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-# most rounds, because optimistic predictions may never end; a steep curve is halved nine times
+# maximum number of rounds, because optimistic predictions may always promise a gain; it suffices to
+# halve the gaps of a steep curve nine times
 MOST_ROUNDS = 12
 # rows of the first batch, or fewer if a device's even share is smaller; the second batch is
 # `BLIND_GROWTH` times as large
@@ -48,7 +50,10 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return probes of the next batches of devices that matter; empty when the stage ends."""
+        """Return the probes of the next round; empty when the stage is over.
+
+        Each probe is for another device, and all run at the same time.
+        """
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
@@ -57,9 +62,10 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return a round of one of the two small batches on each device.
+        """Return a round of the first or the second small batch on devices that lack it.
 
-        Return nothing if both were measured.
+        Once both were tried, return a round of smaller batches on devices that failed at them.
+        Return an empty tuple if no device lacks a small batch.
         """
         for turn in range(2):
             due = self._next_small_batches(turn)
@@ -79,9 +85,9 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the next small batch of each device that took part in `turn` rounds.
+        """Return the next small batch of each device that took part in exactly `turn` rounds.
 
-        Batches that already ran are left out.
+        Devices on which that batch already ran are left out.
         """
         due: Batches = {}
         for one in self._live:
@@ -106,10 +112,10 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _worth_waiting(self, due: Batches) -> Batches:
-        """Return the devices whose second batch may gain most per second of the round.
+        """Return the devices of `due` whose second batch may gain most per second of the round.
 
-        Other devices would only prolong the round. Return nothing if the budget doesn't allow the
-        round, or if it isn't worth its time.
+        The other devices would only prolong the round. Return an empty dict if the budget doesn't
+        allow the round, or if the round isn't worth its time.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -135,7 +141,8 @@ class SoloStage:
     def _optimistic_round(self) -> tuple[Probe, ...]:
         """Return a round of the optimistic layout's batches that would show something new.
 
-        If their gain isn't worth their time, return a cheap round instead.
+        If the expected gain isn't worth the round's time, return a cheap round instead. Return an
+        empty tuple if there is nothing to measure.
         """
         wanted = self._optimistic
         if wanted is None:
@@ -156,10 +163,10 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batch sizes, with those of other devices that can join the round.
+        """Return the round's batch sizes, with those of further devices that join the round.
 
-        Other devices join so that all compute at the same time, as in a split. A device joins in
-        one of two cases:
+        Further devices join so that all compute at the same time, as in a split. A device joins
+        with a batch that is new to it, in one of two cases:
 
         - The round doesn't last longer because of the device.
         - The device measures its even share, with which every plan is compared, and the round lasts
@@ -178,10 +185,10 @@ class SoloStage:
         return batches
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that takes little time; empty if nothing new can be measured.
+        """Return a round that is cheap enough to run without an expected gain; empty if none is.
 
-        It measures the even share of a fixed batch if that may not fit, or the middle of a gap that
-        may hide a peak.
+        It measures the even share of a fixed batch if that is larger than all batches that ran, or
+        the middle of a gap between batches in which a peak of the samples/s may be hidden.
         """
         wanted: Batches = {}
         for one in self._devices_of_split:
@@ -198,7 +205,8 @@ class SoloStage:
     def _gap_at_best(self, one: DeviceModel) -> int:
         """Return a batch in the middle of the wider of the two gaps beside the best batch.
 
-        Return 0 if that gap can't hide a peak.
+        The best batch is the one with the highest measured samples/s. Return 0 if the gap is too
+        narrow to hide a higher peak, or if the measurements are too noisy to show one.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
@@ -210,10 +218,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch, or 0.
+        """Return the device's share in an even split of a fixed batch; 0 if it isn't worth measuring.
 
-        It is 0 unless it may fit and is larger than all batches that ran. The split is over the
-        devices of the optimistic layout.
+        It is worth measuring if it may fit and is larger than all batches that ran. The split is
+        over the devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
@@ -260,7 +268,8 @@ class SoloStage:
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
         """The devices with their optimistic curves, by position.
 
-        They have several passes if those are faster according to the optimistic curve.
+        A curve includes several passes if they are faster than one. Devices that never ran are left
+        out.
         """
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
@@ -274,10 +283,11 @@ class SoloStage:
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the relative gain of the optimistic layout over the best known layout.
+        """Return the expected relative gain of the optimistic layout over the best known layout.
 
-        It is half of the predicted gain, minus the errors of the curves. It is infinite if no
-        layout is known.
+        It is half of the predicted gain, because optimistic predictions come true about half of the
+        time, minus the mean error of the curves. It is infinite if no layout is known yet. The best
+        known layout is predicted from the batches that ran.
         """
         ran = []
         for one in self._live:
@@ -298,8 +308,8 @@ class SoloStage:
     def _would_show_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
-        The share is larger than all batches that ran, or the device may be faster there than its
-        curve.
+        The share is not near a measured batch. It is larger than all batches that ran, or the
+        optimistic curve is clearly faster there than the fitted curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
@@ -355,7 +365,10 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """Return one of the first two batches, or a smaller one after an out-of-memory failure."""
+        """Return the first batch or, if that ran, the second batch.
+
+        If one of them ran out of memory, return a smaller batch.
+        """
         memory = one.memory
         quantum = self._quantum
         first, second = self._first_two_batches(one.requested_rows)
@@ -377,9 +390,9 @@ class SoloStage:
     def _choose_second_batch(self, one: DeviceModel, first: int, second: int) -> int:
         """Return the second batch, or a smaller one if running out of memory would be expensive.
 
-        If it would cost a slow step, the batch is at most twice the first. If it would restart a
-        child process, the batch is at most a quarter larger than the first. Either limit is raised
-        to what certainly fits.
+        If steps are so slow that probes time lone steps, it is at most twice the first batch. If
+        running out of memory would restart a child process, which takes long, it is at most a
+        quarter larger than the first batch. Both limits are raised to what certainly fits.
         """
         surely = one.memory.largest_in_proportion()
         if surely is None:
@@ -413,8 +426,8 @@ class SoloStage:
 def _step_seconds(one: DeviceModel, batch: int) -> float:
     """Return the expected duration of a step of this batch in seconds; 0 before any measurement.
 
-    If the device has a single point, return its time for any batch, because a probe whose steps
-    turn out much longer ends after one step.
+    If the device has a single point, return that point's time for every batch. If steps turn out to
+    be much longer, the probe ends after one step, so little time is lost.
     """
     if one.solo_curve is None:
         return 0.0
@@ -424,6 +437,9 @@ def _step_seconds(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the combined samples/s if these batches took no longer than the first batches did."""
+    """Return the combined samples/s of devices if their batches took as long as their first ones.
+
+    `due` has the batches, and `some` are the devices to add up.
+    """
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)
