@@ -1,18 +1,18 @@
-"""A model of one device: the duration of its rows, and the most rows of one pass.
+"""A model of one device: its step time as a function of rows, and limits for the rows of one pass.
 
-Each limit for the rows of one pass is a multiple of the quantum; 0 leaves the device out. The name
-of a limit says what it is based on:
+Each limit is a multiple of the quantum; 0 leaves the device out. The name of a limit says what it
+is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
     guessed     memory: the batch at which the memory line reaches the limit, or one between what
                 ran and what failed; in splits no more than ran if bytes are unknown
-    trusted     time: within what is guessed, no farther beyond what ran than a curve can be
+    trusted     time: at most what is guessed, and no farther beyond what ran than a curve can be
                 trusted; a fixed batch exceeds it if necessary
 
 Rounds in which devices run alone have other limits (`guessed_alone_rows`, `trusted_alone_rows`),
-because a failure costs less there than in a split. `largest_in_one_pass` is what is guessed, or
-less if two smaller passes are faster.
+because a failure costs less in such a round than in a split. `largest_in_one_pass` is the guessed
+limit, or less if two smaller passes are faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .model.optimistic import bend_is_open, optimistic_curve
 from .model.step_time import LEVEL, Point, fit_curve, fit_pass_overhead, merge_points
 from .time_left import TimeLeft
 
-# largest factor over the largest batch that ran; a recorded kernel has its peak in between
+# maximum factor by which a batch may exceed the largest that ran; a recorded kernel has its peak
+# within that range
 STRIDE = 32
 
 
@@ -50,10 +51,10 @@ class DeviceModel:
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
-        """Set the evidence of all devices, and the group to which this device belongs.
+        """Model the device at `position` from the `evidence` of all devices.
 
-        `group` are the positions of the devices that can't be distinguished from this device,
-        including itself.
+        `time` limits how long a step may take. `group` are the positions of the devices that can't
+        be distinguished from this device, including itself.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -70,9 +71,9 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The points measured alone, and points of larger batches.
+        """This device's points: those measured alone, and points of larger batches.
 
-        The larger batches were measured in splits or with the other devices idle.
+        The larger batches were measured in splits or while the other devices were idle.
         """
         return self.evidence.solo_points(self._among)
 
@@ -105,7 +106,10 @@ class DeviceModel:
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the time in seconds that the device takes for its share of a layout."""
+        """Return the time in seconds that the device takes for its share of a layout.
+
+        `curve` is the curve of one pass: `solo_curve` or `split_curve`.
+        """
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
@@ -121,9 +125,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The largest share worth trying in a split, according to memory.
+        """The maximum rows of one pass that are worth trying in a split, according to memory.
 
-        It is 0 for a device that can't be used.
+        They are 0 for a device that can't be used.
         """
         if self.is_unusable:
             return 0
@@ -140,9 +144,10 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch for the next round of devices alone.
+        """The largest batch for the device's next probe in a round of devices alone.
 
-        It exceeds the largest batch that ran only by a limited factor.
+        It exceeds the largest batch that ran only by a limited factor. It is 0 before the device
+        ran.
         """
         if self.solo_curve is None:
             return 0
@@ -153,17 +158,20 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch for a round of devices alone, according to memory and time."""
+        """The largest batch for a round of devices alone, according to memory and time.
+
+        It may take several rounds to reach it. It is 0 before the device ran.
+        """
         if self.solo_curve is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch for which the curve can be trusted.
+        """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It isn't too far above the largest measured batch. If the global batch is free, it must also
-        be quick enough.
+        It exceeds the largest batch that ran only by a limited factor. If the global batch is free,
+        its steps must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -177,9 +185,9 @@ class DeviceModel:
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
 
-        It is infinite if time rises with the batch. On a level curve, the time left limits the
-        factor: the curve doesn't show where time begins to rise, so a step may take longer in
-        proportion to the batch.
+        It is infinite if the curve rises, so that it predicts longer steps. A level curve doesn't
+        show where time begins to rise, so a step may take longer in proportion to the batch, and
+        the time left limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -188,7 +196,7 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the limit, reduced so that no step takes longer than allowed.
+        """Return `limit`, reduced so that no step takes longer than the time left allows.
 
         It isn't reduced below the largest batch that ran.
         """
@@ -210,9 +218,9 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The maximum number of rows of each of several passes; 0 if passes can't be used.
+        """The maximum rows per pass if a share is computed in several passes; 0 if it can't be.
 
-        It is the largest trusted number of rows, or a smaller one if that was clearly faster.
+        They are as many as trusted, or fewer if fewer were clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -258,7 +266,8 @@ class DeviceModel:
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
         """Return the device with a curve that includes steps in several passes.
 
-        Its limit is then the whole fixed batch, even if that doesn't fit in one pass.
+        Its limit is then the whole fixed batch, because passes make every share fit. Return
+        `device` unchanged if passes can't be used or its curve already includes them.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -269,9 +278,9 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with the curve of its fastest passes over a fixed batch.
+        """Return the device with a curve of one pass or, if faster, of several over a fixed batch.
 
-        `curve` is for one pass, and `limit` is the most rows of one pass.
+        `curve` is for one pass, and `limit` is the maximum rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -289,11 +298,11 @@ class DeviceModel:
         )
 
     def rows_per_pass(self, share: int, surely: bool) -> int:
-        """Return the rows of one pass with which the device computes a share.
+        """Return the maximum rows per pass with which the device computes a share.
 
-        The share is computed in one pass if it fits, or if the device can't use several passes.
-        With `surely`, it fits only if memory certainly suffices. Otherwise it is divided into
-        passes of about equal size.
+        The share is computed in one pass if it is expected to fit and isn't faster in several, or
+        if the device can't use passes. Otherwise, it is divided into passes of about equal size.
+        With `surely`, passes are so small that memory certainly suffices.
         """
         if surely:
             at_once = self.certain_rows
@@ -310,9 +319,10 @@ class DeviceModel:
 
 
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share for which one pass is at least as fast as two.
+    """Return the largest share for which one pass is at least as fast as two equal passes.
 
-    It lies between `rows`, the best rows of a pass, and `limit`.
+    It lies between `rows`, the rows of the fastest pass, and `limit`, the maximum rows of a pass.
+    `extra` are the seconds that a second pass adds.
     """
     shares = range(rows, max(rows, limit))
 

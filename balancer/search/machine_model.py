@@ -1,11 +1,12 @@
 """A model of the machine: each device's curve and limits, and the time of gradient exchange.
 
-Exchange that isn't hidden behind computation takes within_k + across_h. For k devices, within_k =
-base + each * (k - 1). across_h is also linear, in the number of hosts, and is added to the time of
-the same number of devices on one host. For a number of devices that was never measured, the time is
-assumed low (optimism in the face of uncertainty): given one measured time, fewer devices take
-proportionally less, and more devices take the same. A number of devices that looks good is then
-measured.
+For k devices on h hosts, exchange that isn't hidden behind computation takes within_k + across_h
+seconds. within_k = base + each * (k - 1) is the time of k devices on a single host. across_h is
+linear in h, and is the additional time if the devices are on several hosts.
+
+For a number of devices that was never measured, the time is assumed low (optimism in the face of
+uncertainty): given one measured time, fewer devices take proportionally less, and more devices take
+the same. A number of devices that looks good is then measured.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """Return the exchange costs for up to `devices` devices on up to `hosts` hosts.
+    """Return the exchange costs in seconds, indexed by number of hosts and number of devices.
 
-    If nothing was measured on a single host, all costs are attributed to the network.
+    They are for up to `hosts` hosts and up to `devices` devices. If no sample is from a single
+    host, all costs are attributed to the network between hosts.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -49,9 +51,9 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return the cost in seconds for 0 to `most` devices; the index is the number of devices.
+    """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
-    Costs never decrease with the number of devices.
+    Costs never decrease with that number.
     """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
@@ -65,7 +67,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 class MachineModel:
-    """A model of the machine, based on one set of observations."""
+    """A model of the machine if all rows cost the same, based on one set of observations."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -86,9 +88,10 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split of exploration whose rows are assigned as this model assumes.
+        """Every split that exploration measured and whose rows are assigned as this model assumes.
 
-        This model assumes that rows are assigned in the order of the data, or by cost.
+        A model assumes that rows are assigned either in the order of the data or by cost, see
+        `by_rows`.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
@@ -100,7 +103,7 @@ class MachineModel:
 
     @cached_property
     def others_idle(self) -> dict[int, Timed]:
-        """Each device's best measurement while the others were idle.
+        """Each device's best measurement while the others were idle, by position.
 
         Only measurements that still fit and have the requested batch count.
         """
@@ -125,9 +128,11 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the costs, raised to what the known link takes if no split shows them.
+        """Return the costs, raised for numbers of devices that no split has shown.
 
-        Splits show them for up to `widest` devices. Links between hosts aren't known.
+        Splits have shown the costs of up to `widest` devices. More devices cost at least as much as
+        the known link takes. Links between hosts aren't known, so the costs of several hosts are
+        returned unchanged.
         """
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -137,10 +142,10 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return by how many seconds an exchange over a link at least prolongs a step of `ranks`.
+        """Return at least how many seconds an exchange adds to a step of `ranks` ranks.
 
-        The step is divided evenly, and the slowest device hides the exchange for longest. A free
-        batch is as large as fits.
+        Computation hides a part of the exchange. The batch is assumed to be divided evenly, and the
+        slowest device hides the largest part. A free batch is assumed to be as large as fits.
         """
         batch = self.problem.global_batch
         left = []
@@ -168,16 +173,20 @@ class MachineModel:
         return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the seconds of an exchange among some devices; 0 for a single device."""
+        """Return the exchange time that computation doesn't hide, in seconds; 0 for one device.
+
+        `positions` are the devices that take part.
+        """
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return the exchange time that a split shows.
+        """Return the exchange time that a split shows, as a sample for `fit_exchange_costs`.
 
-        It is the step's duration minus the longest compute time (own work) of a device.
+        It is the step's duration minus the longest compute time (own work) of a device. If the
+        compute time of a device wasn't measured, the times of all devices are predicted.
         """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
@@ -191,7 +200,8 @@ class MachineModel:
     def predict_parts(self, split: Timed) -> list[float]:
         """Return each device's compute time (own work) in a split, predicted from its times alone.
 
-        The times are in seconds, for the active devices in order.
+        The times are in seconds, in the order of the active devices; devices that never ran alone
+        are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -217,8 +227,9 @@ class MachineModel:
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
         """Return a layout of these shares.
 
-        A share that doesn't fit in one pass, or is faster in several, is divided into passes. With
-        `surely`, passes have only as many rows as certainly fit, on devices that can use passes.
+        A share that isn't expected to fit in one pass, or is faster in several, is divided into
+        passes. With `surely`, passes have only as many rows as certainly fit. A device that can't
+        use passes computes its share in one pass in any case.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
@@ -228,7 +239,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        Return None if that is impossible.
+        The passes are the fastest if these certainly fit, else smaller. Return None if there is no
+        such layout.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -1,7 +1,8 @@
-"""Ranks layouts that were measured in turns A B C A B C, with the gains and errors between them.
+"""Rank layouts that were measured in turns A B C A B C, with the differences between them.
 
-Layouts are compared within each turn: drift between turns (heat, other work) affects all layouts of
-a turn, so the difference between two layouts is more certain than the samples/s of either. Two
+Layouts are compared within each turn: drift between turns, such as from heat or other processes,
+affects all layouts of a turn, so the difference between two layouts is more certain than the
+samples/s of either. Two
 layouts deserve another turn while a change to the slower layout may still gain more than
 `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normal around the measured difference (Jones
 and others, "Efficient global optimization", 1998).
@@ -45,10 +46,10 @@ TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A mean over turns with the standard deviation of one turn.
+    """A mean over turns, with the standard deviation of a single turn.
 
-    It is the mean of a layout's samples/s, or of their relative difference from another layout's
-    samples/s.
+    It is the mean of a layout's samples/s, or of the relative difference between two layouts'
+    samples/s. `turns` is the number of turns.
     """
 
     value: float
@@ -61,9 +62,10 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return the expected gain of changing to the layout, which is never negative.
+        """Return the expected relative gain of being able to change to the layout.
 
-        It is the gain after `more_turns` further turns with the same mean.
+        It is E[max(0, d)], with d the true difference, so it is never negative. With `more_turns`,
+        it is the expected gain that remains after that many further turns of the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -71,11 +73,11 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class RankedLayout(msgspec.Struct, frozen=True):
-    """A layout's place in the ranking.
+    """A layout that ran in the race, compared with the winner.
 
     `against` is the layout's samples/s divided by the winner's, minus 1; None for the winner
     itself. `tie` is True if this difference is below 1 %, or if it may be 0 while the intervals of
-    the two layouts' samples/s overlap.
+    the two layouts' samples/s overlap. `turns` is the number of the layout's turns.
     """
 
     candidate: Candidate
@@ -86,7 +88,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def result(self) -> Result:
-        """The layout's throughput in the race."""
+        """The layout and its samples/s in the race, as a `Result`."""
         return Result(self.candidate.layout, self.throughput, self.turns)
 
     @property
@@ -110,7 +112,10 @@ class RankedLayout(msgspec.Struct, frozen=True):
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 ) -> tuple[RankedLayout, ...]:
-    """Return every layout that ran: the winner, then the others by throughput."""
+    """Return every candidate that ran: the winner, then the others by falling samples/s.
+
+    `turns` has the measurements of each layout, and the problem decides which candidate wins.
+    """
     ran = [one for one in candidates if turns.get(one.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
@@ -121,14 +126,15 @@ def rank(
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """Return the fastest layout, or one that is preferred although it may be slower.
+    """Return the fastest candidate, or one that is preferred although it may be slower.
 
-    - Objective that trades speed: the layout with the best value of the objective, among those at
-      most `max_slowdown` slower than the fastest.
-    - Otherwise, if the global batch is free, and the fastest is no pack or placement: the layout
-      with the smallest batch within the tolerance of the fastest.
-    - In all other cases: the simplest layout less than 1 % from the fastest, or less than the
-      tolerance if the tolerance is smaller than 1 %.
+    - If the objective may trade speed: the layout with the best value of the objective among those
+      at most `max_slowdown` slower than the fastest.
+    - Otherwise, if the global batch is free, there is a tolerance, and the fastest layout has no
+      knobs and is no pack or placement: the layout with the smallest global batch within the
+      tolerance of the fastest.
+    - In all other cases: the simplest layout of those that differ from the fastest by less than 1 %
+      or, if the tolerance is smaller, by less than the tolerance.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
     leader = max(ran, key=lambda one: rates[one.layout])
@@ -160,7 +166,8 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    A layout may miss the tolerance by half the width of its interval, but at most by `EDGE_SLACK`.
+    A layout may miss the tolerance by half the width of the difference's interval, but at most by
+    `EDGE_SLACK`.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -169,10 +176,12 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def undecided(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the layouts that deserve another turn, and whether there is an unresolvable tie.
+    """Return the candidates that deserve another turn, and whether there is a tie.
 
-    A rival deserves another turn if it may still be faster and the remaining turns are enough to
-    show it. The leader is included if any rival is.
+    A rival of the fastest candidate deserves another turn if a change to it may still gain more
+    than `LEAST_GAIN` and the remaining turns suffice to decide that. If they don't suffice, it is a
+    tie. They are at most `turns_left`, and at most `most_turns` in total. If a rival deserves
+    another turn, so does the fastest candidate, because they are compared within turns.
     """
     if len(ran) < 2:
         return [], False
@@ -192,10 +201,10 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the relative difference in samples/s between `one` and `other`.
+    """Return the samples/s of `one` divided by those of `other`, minus 1.
 
-    It is computed from the turns that both took part in or, if there are none, from all pairs of
-    turns.
+    The difference is computed from the turns that both took part in or, if there are none, from all
+    pairs of turns.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -226,10 +235,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of one turn.
+    """Return the standard deviation of a single turn.
 
-    It combines the spread of `values` with an `assumed` variance that counts as `DRIFT_WEIGHT`
-    turns.
+    It pools the variance of `values`, one per turn, with an `assumed` variance that counts as
+    `DRIFT_WEIGHT` turns: a few turns may agree by chance.
     """
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)

@@ -1,11 +1,12 @@
-"""Sharded trainings: the fraction of the model's state and the rows that each device gets.
+"""Choose the fraction of the model's state and the rows that each device gets in sharded training.
 
-Each device is first measured alone, on rows of a model whose units it gathers from a small part of
-the state. This shows its step time, and the memory that it needs besides the state. Then the rows
+Each device is first measured alone, on a few rows, while it holds only a small part of the state
+and gathers one unit of the model at a time. This shows its step time, and the memory that it needs
+besides the state. Then the rows
 with the highest expected samples/s are chosen, and the state is divided so that it fills the memory
 that these rows leave free. From then on, the parts of the state stay the same. Rows are searched as
-in other trainings, within the memory that is left, and measurements of whole steps show what
-gathering costs.
+in other trainings, within the memory that is left, and measurements of whole steps show how much
+time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only
 keep the others waiting. The best such training is measured too if it should be faster.
@@ -66,8 +67,8 @@ FAR_SLOWER = 0.5
 class RowDemand(msgspec.Struct, frozen=True):
     """The memory and time that a device needs for its rows, without its part of the state.
 
-    Memory is `base_bytes` without rows, and `row_bytes` more for each row of a pass. A step takes
-    `fixed_seconds`, and `row_seconds` more for each row.
+    A pass of r rows needs `base_bytes` + r * `row_bytes`. A step of one such pass takes
+    `fixed_seconds` + r * `row_seconds`.
     """
 
     base_bytes: float
@@ -100,20 +101,21 @@ class StateDivision(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A sharded layout, and the seconds that its rows should take in a step."""
+    """A sharded layout, and the predicted seconds of a step without the time for gathering."""
 
     layout: Layout
     seconds: float
 
     def rate(self, more_seconds: float = 0.0) -> float:
-        """Return the samples/s of a step that takes `more_seconds` longer than its rows."""
+        """Return the predicted samples/s if gathering adds `more_seconds` to each step."""
         return self.layout.global_batch / (self.seconds + more_seconds)
 
 
 class Sharding:
-    """The search for a sharded training, based on observations of single devices and whole steps.
+    """The search for the fastest sharded training, based on one set of observations.
 
-    The problem's budget is only for this search.
+    These are measurements of single devices with a part of the state, and of whole steps. The
+    problem's budget is only for this search.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -128,7 +130,7 @@ class Sharding:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next probes of devices alone or, if none is needed, a probe of a whole step.
 
-        Return nothing if no measurement is worth its time.
+        Return an empty tuple if no measurement is worth its time, or if the state doesn't fit.
         """
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
@@ -148,9 +150,10 @@ class Sharding:
         return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve, and the rows of one pass that surely fit.
+        """Return each device's curve, and the rows of one pass that certainly fit, by position.
 
-        They are empty if some devices have no rows: such shares don't change in a training.
+        If some devices have no rows, curves are empty, because the shares of such a training don't
+        change while it runs.
         """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
@@ -160,9 +163,10 @@ class Sharding:
 
     @property
     def parts(self) -> tuple[float, ...] | None:
-        """The fraction of the state that each device holds.
+        """The fraction of the state that each device holds, by position.
 
-        It is empty while it is unknown, and None if the state doesn't fit together with a row.
+        The tuple is empty until all devices were measured alone. It is None if the state doesn't
+        fit together with a row on each device.
         """
         return None if self._division is None else self._division.parts
 
@@ -170,7 +174,8 @@ class Sharding:
     def _division(self) -> StateDivision | None:
         """The division of the state among the devices; None if the state doesn't fit.
 
-        The division has no parts while they are unknown.
+        It has no parts until all devices were measured alone. If the memory of a device is unknown,
+        all parts are equal.
         """
         problem = self._problem
         if not self._needs_are_known:
@@ -194,9 +199,11 @@ class Sharding:
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Return the division that leaves each device as much headroom as its failures demand.
+        """Return the division that leaves headroom on each device; None if the state doesn't fit.
 
-        Headroom gets smaller if the state doesn't fit otherwise. Return None if it never fits.
+        A device's headroom doubles with each whole step that ran out of memory on it. If the state
+        doesn't fit, the headroom of all devices is halved repeatedly. `limits` are the devices'
+        bytes. Devices at the positions `without_rows` only hold state.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
@@ -252,9 +259,9 @@ class Sharding:
 
     @cached_property
     def without_rows(self) -> Proposal | None:
-        """The training with the highest expected samples/s of those with devices without rows.
+        """The fastest training, as predicted, in which some devices hold state but have no rows.
 
-        None if there is none that fits, or if the devices' memory is unknown.
+        It is None if no such training fits, or if the memory of a device is unknown.
         """
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
@@ -268,9 +275,10 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices that may only hold state.
+        """Return the sets of devices, as positions, to try as those that hold state without rows.
 
-        They are the one to all but one devices with the slowest step of a row, or the least memory.
+        A set consists of the 1, 2, ... slowest devices, or of those with the least memory. At least
+        one device isn't in the set.
         """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
@@ -279,7 +287,7 @@ class Sharding:
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the training with devices without rows, if it may be the fastest."""
+        """Return a probe of the training `without_rows` if it may be the fastest, else None."""
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -291,10 +299,10 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should be faster than the sharded trainings that ran.
+        """True if the proposal should be faster than every sharded training that ran.
 
-        Its step takes as much longer than its rows as theirs. Before any ran, it is compared with
-        what is expected if all devices have rows.
+        Gathering is assumed to take as long as the shortest that was seen in those. Before any ran,
+        the proposal must be predicted to be faster than a training with rows on all devices.
         """
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
@@ -308,9 +316,9 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a step with rows on all devices should be far slower than one that ran.
+        """True if the layout, with rows on all devices, should be far slower than what ran.
 
-        In the one that ran, some devices had no rows.
+        It is compared with the measured trainings in which some devices have no rows.
         """
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
@@ -327,10 +335,10 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy that chooses rows.
+        """The policy that chooses each device's rows, as in a training without shards.
 
-        It treats each device as if it held the whole model, with the memory that its part of the
-        state leaves free.
+        For the policy, a device's memory is what its part of the state leaves free, and all
+        observations are converted accordingly.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [
@@ -386,8 +394,9 @@ class Sharding:
     def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
-        A device that was measured alone held only a small part of the state, and so had more memory
-        for rows.
+        A device that was measured alone held only a small part of the state, so it had more memory
+        for rows than in a training. `left` are the bytes that the parts of the state leave free on
+        each device.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -443,11 +452,10 @@ def divide_state(
 ) -> StateDivision | None:
     """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. A free batch is the batch with the highest
-    expected samples/s among those that fit in one pass. `limits` are the devices' bytes. The state
-    has to fit together with at least one row on each device. Devices at the positions
-    `without_rows` only hold a part of it, and compute one row that doesn't count in their first
-    passes.
+    A fixed batch is computed in one pass if it fits. For a free batch, the rows are those with the
+    highest expected samples/s that fit in one pass. `limits` are the devices' bytes. The state must
+    fit together with at least one row on each device. Devices at the positions `without_rows` only
+    hold a part of the state; in their first pass, they compute one filler row that doesn't count.
     """
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:
@@ -461,9 +469,10 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the layout of the rows for which the state was divided; None if it has no rows.
+    """Return the layout of the rows for which the state was divided; None if there are no rows.
 
-    A fixed batch is distributed in proportion to these rows, in as few equal passes as they allow.
+    A fixed batch is distributed in proportion to these rows, which are the maximum of one pass, in
+    as few passes as possible. `needs` predicts the duration of the layout's step.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]
@@ -485,7 +494,7 @@ def propose(
 
 
 def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
-    """Return the seconds that a sharded layout's rows should take.
+    """Return the predicted duration of a sharded layout's step, without gathering, in seconds.
 
     All devices have equally many passes, and wait for each other in each of them.
     """
@@ -501,7 +510,12 @@ def _some_hold_only(layout: Layout) -> bool:
 
 
 class StateRoom:
-    """The memory of all devices that rows leave free for the model's state."""
+    """The memory of all devices that rows leave free for the model's state.
+
+    `limits` are the devices' bytes. `in_passes` is True if rows are computed in several passes, so
+    that memory for gradients is needed in addition. Devices at the positions `without_rows` only
+    hold state.
+    """
 
     def __init__(
         self,
@@ -523,7 +537,10 @@ class StateRoom:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> StateDivision | None:
-        """Return the division for the rows with the most expected samples/s; None if none fit."""
+        """Return the division for the rows with the highest expected samples/s.
+
+        Return None if the state doesn't fit even with the fewest rows.
+        """
         if not self._fits(self._rows_in(0.0)):
             return None
         low, high = 0.0, max(self._row_demands[i].seconds(self._most) for i in self._computing)
@@ -540,9 +557,10 @@ class StateRoom:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> StateDivision | None:
-        """Return the division for this batch in one pass; None if it doesn't fit.
+        """Return the division for this global batch in one pass; None if it doesn't fit.
 
-        Rows are divided in proportion to the devices' speed.
+        Rows are distributed so that all devices finish at the same time, unless memory limits the
+        rows of some.
         """
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
@@ -557,7 +575,10 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return the rows that each device computes in `seconds`, at most as many as fit."""
+        """Return the rows that each device computes in `seconds`, at least one quantum.
+
+        They are at most as many as fit, and 0 for devices without rows.
+        """
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
@@ -565,15 +586,20 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the maximum number of rows with which a device can still hold its minimum of
-        state.
+        """Return the maximum rows beside which a device can still hold the least part of the state.
+
+        That part is the fraction `LEAST_PART`.
         """
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of the state that each device can hold beside its rows."""
+        """Return the bytes of the state that each device can hold beside its rows.
+
+        They count the whole state, including parts that don't exist at the peak of activations. A
+        value may be negative if the rows themselves don't fit.
+        """
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
             # the filler row of a device without rows leaves no gradients room
@@ -600,5 +626,8 @@ class StateRoom:
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
-    """Return the bytes of a state that exist while a step's activations are at their peak."""
+    """Return the bytes of a state that exist while a step's activations are at their peak.
+
+    In several passes (`in_passes`), they include the gradients of earlier passes.
+    """
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

@@ -218,10 +218,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch; 0 if it isn't worth measuring.
+        """Return the device's share in an even split of a fixed batch, if it is worth measuring.
 
-        It is worth measuring if it may fit and is larger than all batches that ran. The split is
-        over the devices of the optimistic layout.
+        It is if it may fit and is larger than all batches that ran; otherwise return 0. The split
+        is over the devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
