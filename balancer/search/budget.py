@@ -51,7 +51,7 @@ CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """The part of the budget that probes have left, and the probes that fit into it."""
+    """What is left of a search's budget, and which probes it allows for how long."""
 
     def __init__(
         self,
@@ -242,12 +242,19 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the duration of a probe without its start and its timed steps, in seconds."""
+        """Return the duration of a probe without its start and its timed steps, in seconds.
+
+        It was measured for this layout, or is that of a typical probe with steps of `step_seconds`.
+        """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how much longer the first step of a layout's probe takes than a later one."""
+        """Return how much longer the first step of a layout's probe takes than a later one.
+
+        The duration is in seconds. It was measured, or is that of a typical probe with steps of
+        `step_seconds`.
+        """
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)

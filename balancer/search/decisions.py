@@ -74,7 +74,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 def explain_no_device(model: MachineModel) -> End:
     """Return the end of a search in which no device can be used.
 
-    Its message gives the smallest failure of each device.
+    Its message says for each device why it was lost, or at which batch it ran out of memory.
     """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"

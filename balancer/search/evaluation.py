@@ -127,7 +127,8 @@ class Evaluation:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return exploration's next probes after the race, with a budget of `seconds`.
 
-        None means no budget.
+        If `seconds` is None, the budget is unlimited. This shows whether a search would go on if it
+        had more time.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
@@ -322,8 +323,8 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race, and measured layouts of requested families whose shares
-        clearly differ from all of these.
+        They are the layouts of the race, which `raced` contains, and measured layouts of requested
+        families whose shares clearly differ from all raced ones.
         """
         fit = [
             one
@@ -338,7 +339,7 @@ class Evaluation:
     def _results_that_ran(self) -> dict[Layout, Result]:
         """The result over all turns of every layout that ran as one training and may run again.
 
-        If none may run again, it has all layouts that ran.
+        If none may run again, all layouts that ran are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -353,8 +354,8 @@ class Evaluation:
     def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the samples/s over some turns, with their interval.
 
-        If all turns are lone steps, the interval is at least as wide as the search's lone steps
-        suggest.
+        A lone step doesn't show its noise. If all turns are lone steps, the interval is therefore
+        widened to what all lone steps of the search suggest.
         """
         interval = throughput(turns)
         if not all(one.lone for one in turns.values()):
@@ -446,13 +447,16 @@ class Evaluation:
         return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Return each device's best result alone; None for a device that never ran alone."""
+        """Return each device's best result alone, by position; None if it never ran alone."""
         alone = [one for one in self.results() if one.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best single device from the race, else the fastest at the requested batch."""
+        """Return the best single device of the race, else the fastest at the requested batch.
+
+        Return None if no single device ran at that batch.
+        """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
                 return one.result
@@ -498,7 +502,8 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer an exchange takes over several hosts than within one, in seconds.
 
-        There is a value for each number of hosts. Return an empty tuple for a single host.
+        The index is the number of hosts, and all devices take part. Return an empty tuple for a
+        single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

@@ -37,7 +37,7 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best solo layout, and others that may be faster."""
+        """The best solo layout, possibly followed by the same layout in a single pass."""
         return self._policy.singles()
 
     @cached_property
@@ -47,7 +47,11 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits; empty if splits were requested and none has been explored yet."""
+        """The even splits over all live devices and, if the options say so, over fewer.
+
+        Empty if splits were requested and exploration hasn't measured any yet, because a free batch
+        is derived from the best split.
+        """
         if self.options.with_splits and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)

@@ -53,7 +53,8 @@ def fit_exchange_costs(
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
-    Costs never decrease with that number.
+    Costs are linear in the number, and never decrease. If only one number of devices was measured,
+    fewer cost proportionally less, and more cost the same. Without samples, all costs are 0.
     """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)

@@ -31,7 +31,7 @@ Turns = dict[int, Timed]
 
 
 class Observations:
-    """The set of observations of one search."""
+    """The set of observations of one search, with queries by probe, layout and device."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -182,7 +182,10 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks, except those slowed by a device that has since recovered."""
+        """Return a layout's checks by turn, except those slowed by a device that has recovered.
+
+        `timed` are all timed observations of the layout.
+        """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
@@ -289,8 +292,8 @@ class Observations:
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Return the total duration of the probes of some stages, by default of all, in seconds.
 
-        Of the probes that run at the same time, only the longest counts. Turns of the race after
-        `until_turn` are left out.
+        Failed attempts count too. Of probes that run at the same time, only the longest counts.
+        Turns of the race after `until_turn` are left out.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(

@@ -145,7 +145,10 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times, given the device's memory points."""
+        """Return the largest batch that fits `size` times, according to the device's memory use.
+
+        Return `UNBOUNDED` if memory use or the memory limit is unknown.
+        """
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED

@@ -43,9 +43,9 @@ class Predictions:
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the fixed batch on a device alone, or else its best batch.
+        """Return the allocation of the fixed batch, or else of the best batch, to one device.
 
-        Return None if it doesn't fit.
+        Return None if no such batch fits.
         """
         batch = self.problem.global_batch
         if batch is None:
@@ -91,7 +91,10 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over some of these devices, in one pass."""
+        """Return the fastest split over some or all of these devices, in one pass.
+
+        Return None if none fits.
+        """
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
@@ -154,7 +157,10 @@ class Predictions:
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
-        """The single device with the highest samples/s, at its best batch."""
+        """The single device with the highest predicted samples/s, at its best batch.
+
+        None if no device can train alone.
+        """
         return fastest(map(self.single, self.machine.live))
 
     @cached_property

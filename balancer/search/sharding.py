@@ -1,8 +1,8 @@
 """Choose the fraction of the model's state and the rows that each device gets in sharded training.
 
-Each device is first measured alone, on a few rows, while it holds only a small part of the state
-and gathers one unit of the model at a time. This shows its step time, and the memory that it needs
-besides the state. Then the rows
+Each device is first measured alone, while it holds only a small part of the state and gathers the
+model's units (blocks of layers) from that part. This shows its step time, and the memory that it
+needs besides the state. Then the rows
 with the highest expected samples/s are chosen, and the state is divided so that it fills the memory
 that these rows leave free. From then on, the parts of the state stay the same. Rows are searched as
 in other trainings, within the memory that is left, and measurements of whole steps show how much
@@ -144,7 +144,10 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def layouts(self) -> list[Layout]:
-        """Return the sharded layouts that are worth racing."""
+        """Return the sharded layouts that are worth racing.
+
+        They include every measured one in which some devices have no rows.
+        """
         found = self.policy.best_splits() if self.parts else []
         held = [one.probe.layout for one in self._held if isinstance(one, Timed)]
         return [*(self._shard(one) for one in found if one.traits.together), *held]
@@ -327,7 +330,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, one: Timed) -> float:
-        """Return how much longer a whole step took than its rows should, in seconds."""
+        """Return how much longer a whole step took than predicted without gathering, in seconds."""
         layout = one.probe.layout
         return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
 

@@ -322,7 +322,7 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
 
     def _probe_seconds(self, one: DeviceModel, batch: int) -> float:
-        """Return the expected duration of a probe of this batch in seconds."""
+        """Return the expected duration of the shortest probe of this batch, in seconds."""
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.least_seconds(layout, _step_seconds(one, batch))
 
@@ -407,10 +407,11 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches: 8 and 64 rows.
+        """Return the first two batches of a device: 8 and 64 rows, but at most `most`.
 
-        If an even share of the global batch (or of the largest one) is below 64 rows, the second
-        batch is that share, and the first is an eighth of it.
+        If an even share of the global batch, or of the largest global batch, is below 64 rows, the
+        second batch is that share, and the first is an eighth of it. Both are multiples of the
+        quantum.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch

@@ -145,7 +145,7 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 class TextModel(MachineModel):
     """A model of the machine if rows have unequal lengths, based on one set of observations.
 
-    It has each live device's cost of passes, rows and tokens.
+    Instead of curves, it has each live device's cost of a step, a pass and its padded tokens.
     """
 
     by_rows = False
@@ -327,7 +327,7 @@ class TextModel(MachineModel):
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
         """Return the layout of a batch distributed by cost over the devices at `positions`.
 
-        Its shares are mean numbers of rows.
+        The numbers of rows vary from batch to batch, so the layout's shares are their means.
         """
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]

@@ -127,10 +127,11 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time that the first step at a new size takes to tune kernels, in multiples of a step.
+        """How long the first step at a new size tunes kernels, in multiples of a later step.
 
-        With TensorFlow, it is up to 100. It is computed from each device's quickest and slowest
-        step alone. A first step's fixed cost is part of the overhead instead.
+        With TensorFlow, these are up to 100. The number is fitted to each device's quickest and
+        slowest step alone. The part of a first step that doesn't grow with the step counts as
+        overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):

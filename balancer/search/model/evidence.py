@@ -59,7 +59,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s that the device reached alone."""
+        """The highest samples/s of the device alone while others computed; 0 if it never ran."""
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:

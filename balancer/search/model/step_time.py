@@ -104,7 +104,8 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
 def _level_curve(one: Point) -> Curve:
     """Return the curve of a single point.
 
-    Fewer rows may take as long as the point. More rows take at most proportionally longer.
+    Nothing is known about other batches, so the curve is an upper bound: fewer rows take as long as
+    the point's, and more rows take longer in proportion.
     """
     batches = (0.0, float(one.batch))
     times = (one.seconds, one.seconds)
@@ -152,8 +153,8 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
     """Return a straight line through the points or, if it doesn't fit, a curve with a knee.
 
     Also return the curve's largest residual in standard errors. A curve with a knee is a level
-    stretch followed by a line. Of these curves and the line, the one whose largest residual
-    is the smallest is returned, so it may not fit the points either.
+    stretch followed by a line. Of these curves and the line, the one whose largest residual is the
+    smallest is returned, so it may not fit the points either.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
