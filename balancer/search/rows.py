@@ -48,8 +48,9 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        For a free batch, a single device in several passes isn't sensible: it gains nothing over a
-        smaller batch in fewer passes.
+        Splits are. A single device isn't if every layout must use all devices, or if the batch is
+        free and the device computes it in several passes: a smaller batch in fewer passes would
+        give the same samples/s.
         """
         if layout.traits.together:
             return True
@@ -153,7 +154,10 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return every device alone, and the splits that should use the least energy."""
+        """Return the layouts to race for an objective that may trade speed, such as low energy.
+
+        They are the best solo layout of each device, and the splits predicted to be most efficient.
+        """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.fits(layout)]

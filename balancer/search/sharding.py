@@ -435,7 +435,8 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
     """Return the fixed seconds of a device's step, and the additional seconds per row.
 
     They are the intercept and slope of the line through the device's smallest and largest batch.
-    The slope is at least LEAST_GROWTH of a growth in proportion to the rows.
+    The slope is at most that of the line from the origin through the largest batch, and at least
+    the fraction `LEAST_GROWTH` of it.
     """
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
@@ -616,7 +617,7 @@ class StateRoom:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the samples/s of a step, without the exchange of gradients."""
+        """Return the predicted samples/s of a step without gathering."""
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:

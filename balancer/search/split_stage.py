@@ -132,7 +132,10 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should be faster than all measured splits and any device alone."""
+        """True if the allocation should be clearly faster than all measured splits and single devices.
+
+        Also True before any split was measured.
+        """
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -226,9 +229,9 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if measuring the layout would show nothing beyond the observation of another split.
+    """True if a measurement of the split would show nothing new beside an earlier observation.
 
-    The two are equal, or so similar that a lone step can't tell them apart.
+    The observed layout is equal, or `seen` is a lone step and can't tell the two layouts apart.
     """
     if isinstance(seen, Timed) and seen.lone:
         return same_measurement(layout, seen.probe.layout)

@@ -75,7 +75,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
-    """Return a device's evidence from the observations of exploration."""
+    """Return the evidence about the device at `position`, from the observations of exploration.
+
+    After the first check, splits measured in the race and in checks count too.
+    """
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
@@ -358,7 +361,7 @@ def relative_error(seen: Timed) -> float:
 def step_error(seen: Timed) -> float:
     """Return the relative standard error of a step time, for fitting curves.
 
-    For a lone step, whose interval is unknown, it is the usual error of such steps.
+    For a lone step, which doesn't show its noise, return the typical error of such steps.
     """
     return LONE_ERROR if seen.lone else relative_error(seen)
 
@@ -417,7 +420,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if one device took longer for fewer rows than the other took for more rows.
 
-    Both ran alone, and the difference exceeds the noise. No single curve can then fit both devices.
+    Both ran alone, and the difference exceeds the noise. A rising curve can't fit both devices then.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
