@@ -42,7 +42,7 @@ BASE_SECONDS: dict[Stage, float] = {  # duration of a probe whose steps are quic
 STEPS_A_PROBE = 12
 # consecutive warm-up steps that must agree before steps are timed; a lone step has none
 WARM_UP_STEPS = 2
-PRICE = 0.05  # relative gain that all of the remaining time should bring
+PRICE = 0.05  # relative gain for which a probe may take all of the remaining time
 # fraction of the budget in which packs may grow: knobs follow, which start child processes
 GROWS = 0.65
 # fraction of the remaining time: a race probe that needs more than this to show its noise times a

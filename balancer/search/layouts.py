@@ -20,7 +20,7 @@ Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
 TIE = 0.01
 # factor for the next batch after one ran out of memory, which costs 3 s on a GPU
 RETREAT = 0.7
-RETREATS = 4  # number of attempts with smaller batches: down to a quarter
+RETREATS = 4  # number of attempts with smaller batches: down to a quarter of the first batch
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):

@@ -325,7 +325,7 @@ class Observations:
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device took part in the race or a check and wasn't throttled the last time."""
+        """True if the device was measured in the race or a check, the last time unthrottled."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 

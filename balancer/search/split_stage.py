@@ -132,7 +132,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should be clearly faster than all measured splits and single devices.
+        """True if the allocation should clearly gain over all measured splits and single devices.
 
         Also True before any split was measured.
         """

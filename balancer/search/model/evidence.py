@@ -420,7 +420,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if one device took longer for fewer rows than the other took for more rows.
 
-    Both ran alone, and the difference exceeds the noise. A rising curve can't fit both devices then.
+    Both ran alone, and the difference exceeds the noise. A rising curve can't fit both devices.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
