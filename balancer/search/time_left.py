@@ -27,9 +27,9 @@ CERTAIN_STEPS = 6
 # an exploring probe gets 1 / SURPRISE of the remaining time, because steps beyond a level curve may
 # turn out long, and other batches may matter more; but slow and noisy steps need that much time
 SURPRISE = 10
-# factor by which a lone-step probe on a level curve may exceed the remaining time in the worst case,
-# a step that takes longer in proportion to the batch: most steps don't, and if one does, the best
-# measured layout remains the plan
+# factor by which a lone-step probe on a level curve may exceed the remaining time in the worst
+# case, a step that takes longer in proportion to the batch: most steps don't, and if one does, the
+# best measured layout remains the plan
 BOLD = 2.0
 # fraction of the budget at which exploration and later turns stop, because probes may overrun
 LATER_TURNS_END_BY = 0.95
