@@ -1,7 +1,8 @@
 """Save and restore the variables and objects that a function of the program may change.
 
-They are global variables of its module, variables of its closure and objects that it uses. They
-have to be restored because an audit calls the function several times.
+These are the global variables that the function uses, the variables of its closure, and the
+objects that these variables refer to. An audit calls the function several times, and restores them
+after each call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from .state import MOST_ITEMS, copy_data, restore_value
 
 DEPTH = 4  # maximum depth of functions that call each other, and of nested objects
-LARGE = 64 << 20  # minimum bytes of a tensor that isn't copied, because it is data and not a metric
+LARGE = 64 << 20  # maximum bytes of a tensor that is copied; larger ones are data, not metrics
 _EMPTY = object()
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FOREIGN = {
@@ -32,7 +33,7 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the variables and objects that `function` may change; return a function to restore them.
 
-    The returned function may be called several times.
+    The returned function may be called several times. If `function` is None, nothing is saved.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)
@@ -40,7 +41,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class _SavedValues:
-    """Saved variables and objects, with their saved values."""
+    """Variables and objects that a function uses, with the data to restore them."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -51,7 +52,10 @@ class _SavedValues:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and everything that it refers to, up to `depth` levels deep."""
+        """Save a value and the values that it refers to, up to `depth` levels deep.
+
+        Values that are saved already, and objects and functions of libraries, are skipped.
+        """
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -95,7 +99,7 @@ class _SavedValues:
             self.look_at(value, depth)
 
     def restore_value(self) -> None:
-        """Restore everything that was saved."""
+        """Restore all saved variables, objects and random number generators."""
         for data, was in self._data:
             restore_value(data, was)
         for names, name, value in self._names:
@@ -109,12 +113,18 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """True if a module belongs to a library, whose functions and classes aren't inspected."""
+    """True if the module with this name belongs to a library.
+
+    Functions and classes of libraries aren't inspected.
+    """
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names that a function's code, and functions nested in it, may look up globally."""
+    """Return the names that a function's code, and functions nested in it, may look up globally.
+
+    Names of attributes are included, because a code object lists both kinds together.
+    """
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -135,7 +145,11 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """True for an object of the program's own class, not a module, a class or a library's."""
+    """True if `value` is an instance of a class that the program itself defines.
+
+    False for classes, modules, tensors and arrays, and for PyTorch's modules, optimizers and data
+    sets, even if the program has subclassed them.
+    """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.utils.data.Dataset):

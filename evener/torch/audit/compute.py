@@ -33,15 +33,18 @@ from .randomness import (
 from .sketch import SIGNS, GradientSums, read_scalars
 from .state import keep_with_frozen
 
-HOST_ROOM = 1 << 29  # bytes
+HOST_ROOM = 1 << 29  # bytes of host memory that an audit may allocate at once
 MOVE = 0.01  # standard deviation of the noise added to weights that are all equal
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """A pass of a computation: a function that returns the loss, and the weight of its gradient.
+    """One pass of a computation; the gradients of all its pieces are added.
 
-    The backward pass starts from the loss times `scale`, and the resulting gradients are multiplied
-    by `weight / scale`. If `scale` is None, the backward pass starts from the loss times `weight`.
+    `loss` returns the loss of the pass, and `weight` is the factor of its gradient in the sum.
+    If `scale` isn't None, the loss is multiplied by `scale` before the backward pass, and the
+    resulting gradients by `weight / scale` after it, as in a training run that weights
+    gradients rather than losses. If `scale` is None, the loss is multiplied by `weight` before
+    the backward pass.
     """
 
     loss: Callable[[], Any]
@@ -52,7 +55,8 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 class GradientSketcher:
     """Computes sketches of the gradients of `tensors`, a mapping from names to tensors.
 
-    Its methods are called inside the context `open`.
+    A sketch has a few random sums of each gradient (sketch.py), which suffice to compare gradients.
+    All methods are called inside the context `open`.
 
     `holders` are objects that change when a loss is computed, such as a trainer; their attributes
     in `apart`, such as data loaders, aren't restored. `function` is a function of the program that
@@ -99,7 +103,7 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Enter a context in which `sketch` has no side effects.
+        """Enter a context in which `sketch` has no side effects; it yields this sketcher.
 
         If `moves` is True, noise is added to weights whose values are all equal, such as a head
         that is initialized to zero, because they can make the gradients of other weights zero. The
@@ -132,9 +136,9 @@ class GradientSketcher:
     ) -> Sketch:
         """Run the pieces of a computation, and return a sketch of the sum of their gradients.
 
-        Errors in the program's own code propagate. If `disturbance` isn't 0, it is the seed of
-        random errors that change the gradient by as much as rounding might. Each piece begins with
-        random numbers from `seed`.
+        If `disturbance` isn't 0, it is the seed of random errors that change the gradient by as
+        much as rounding might. Each piece begins with random numbers from `seed`. Errors in the
+        program's own code propagate.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
@@ -152,15 +156,20 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """True if `sum_quickly` can be tried: passes aren't known to draw random numbers."""
+        """True if `sum_quickly` can be tried.
+
+        It can't if passes are known to draw random numbers, if only losses can be computed, or if
+        audits always measure the effect of rounding.
+        """
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
-        """Run the pieces of a computation quickly; return None if a pass draws random numbers.
+        """Return the summed gradients of a computation, without intercepting each operation.
 
-        `read` converts the returned sums to a sketch. The host waits for the GPU only then. If
-        nothing is known about the passes yet, each operation of the first piece is intercepted, as
-        in `sketch`.
+        Return None if a pass draws random numbers, because only intercepted operations give a row
+        the same numbers in any batch. `read` converts the sums to a sketch, and waits for the GPU.
+        If nothing is known about the passes yet, the first piece is intercepted, as in `sketch`, to
+        find out whether it draws random numbers.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in computation:
@@ -178,19 +187,23 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return the same as `sketch`, without intercepting each operation if possible.
+        """Return the same sketch as `sketch`, with quick passes if possible.
 
-        That takes about half the time. It isn't possible if passes draw random numbers.
+        Quick passes don't intercept each operation, and take about half the time. They aren't
+        possible if passes draw random numbers.
         """
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Return a sketch of the gradients that `sum_quickly` has summed."""
+        """Wait for the GPU, and convert the sums that `sum_quickly` returned to a sketch."""
         return sums.sketch(self._known.computed)
 
     def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Run a piece inside the context `mode`, and add its gradient to the sums."""
+        """Run a piece with random numbers from `seed`, and add its gradient to `sums`.
+
+        The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
+        """
         seed_all(seed)
         before = self._list_buffers()
         self._adds = partial(
@@ -210,14 +223,17 @@ class GradientSketcher:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the current piece.
 
-        This is for code that runs several backward passes. `options` are passed to
-        `GradientSums.add`.
+        It is called by pieces that run several backward passes themselves, and that therefore don't
+        return a loss. `options` are passed to `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return each buffer's id and version by name, to detect changes."""
+        """Return each buffer's id and version by name.
+
+        A pass that replaces or changes a buffer changes one of the two numbers.
+        """
         return {
             f"{name}.{own}" if name else own: (id(buffer), buffer._version)
             for name, module in self._named
@@ -245,19 +261,23 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _measure_room(device: torch.device) -> int:
-    """Return the bytes that an audit may allocate on a device."""
+    """Return the bytes that an audit may allocate on a device.
+
+    For a GPU, these are the peak usage minus the current usage; for a CPU, HOST_ROOM.
+    """
     if device.type != "cuda":
         return HOST_ROOM
-    # functions for the two figures would each flatten all statistics, which takes a millisecond
+    # max_memory_allocated and memory_allocated would each flatten all statistics, in about 1 ms
     allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return int(allocated["peak"] - allocated["current"])
 
 
 @contextmanager
 def _bare(model: Any) -> Iterator[None]:
-    """Enter a context in which a model in DistributedDataParallel is called without the wrapper.
+    """Enter a context in which calling a DistributedDataParallel calls the module inside it.
 
-    An audit must not trigger the wrapper's all-reduce, which belongs to the training step.
+    An audit must not trigger the wrapper's all-reduce, which belongs to the training step. Other
+    models are unchanged.
     """
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -275,7 +295,7 @@ def _bare(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Enter a context in which batch normalization uses its running statistics."""
+    """Enter a context in which the BatchNorm layers among `modules` use their running statistics."""
     fixed = [
         (each, each.training)
         for each in modules
@@ -294,7 +314,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
     """Enter a context in which noise is added to weights whose values are all equal.
 
-    Each of these weights is restored from its single value, so no copies are needed.
+    Each of these weights is refilled with its single value on exit, so no copies are needed.
     """
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     seed_torch(SEED)
@@ -309,7 +329,10 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the tensors whose values are all equal, each with that value."""
+    """Return the floating-point tensors whose values are all equal, each with that value.
+
+    Tensors with a single value, and subclasses of Tensor, are left out.
+    """
     plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
     values = [each.reshape(-1)[0].clone() for each in several]

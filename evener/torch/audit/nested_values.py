@@ -1,4 +1,7 @@
-"""Find the values in a call's nested arguments and results, and recognize arithmetic."""
+"""Traverse the nested arguments and results of recorded calls, and recognize arithmetic.
+
+Arithmetic is of interest because a number in it, such as a divisor, may be a count of rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return nested tuples, lists, dicts and slices with `function` applied to each value."""
+    """Apply `function` to each value in nested tuples, lists, dicts and slices; return a copy."""
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):
@@ -41,20 +44,23 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves_in(data: Any) -> list[Any]:
-    """Return the values in nested tuples, lists, dicts and slices, in order."""
+    """Return a flat list of the values in nested tuples, lists, dicts and slices."""
     found: list[Any] = []
     map_nested(found.append, data)
     return found
 
 
 def is_arithmetic(function: Any) -> bool:
-    """True if the function is an operation on numbers, such as `+` or `torch.mul_`."""
+    """True if `function` is an arithmetic operation, such as `+` or `torch.mul_`.
+
+    It is recognized by its name, also as an in-place, reflected or foreach variant.
+    """
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 
 
 def nested_tensors(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested data, including the attributes of a dataclass."""
+    """Return a flat list of the tensors in nested data, or in the attributes of a dataclass."""
     if hasattr(data, "__dataclass_fields__"):
         data = {name: getattr(data, name) for name in data.__dataclass_fields__}
     return [each for each in leaves_in(data) if isinstance(each, torch.Tensor)]

@@ -21,7 +21,8 @@ def is_object(data: Any) -> bool:
 def unfold(data: Any) -> Any:
     """Return a batch with each object in it replaced by a dict of its tensor attributes.
 
-    A batch without objects is returned unchanged.
+    Functions for nested data then find these tensors. A batch without objects
+    is returned unchanged.
     """
     return _unfold(data, set()) if find_objects(data) else data
 
@@ -48,7 +49,10 @@ def _unfold(data: Any, seen: set[int]) -> Any:
 
 
 def find_objects(data: Any) -> list[Any]:
-    """Return the outermost objects with tensors in nested tuples, lists and mappings."""
+    """Return the objects with tensors in nested tuples, lists and mappings.
+
+    Objects inside these objects aren't listed.
+    """
     if isinstance(data, Mapping):
         return [found for name in data for found in find_objects(data[name])]
     if isinstance(data, tuple | list):
@@ -59,8 +63,9 @@ def find_objects(data: Any) -> list[Any]:
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
     """Return a copy of `fresh` that can replace `recorded` in a recorded call.
 
-    Both have the same class. A tensor of `recorded` that has a replacement in `known`, by its id,
-    is replaced by it; everything else is as in `fresh`.
+    `recorded` is an object from the recorded batch, and `fresh` an object of the same class from
+    the batch of a replay. A tensor in the copy is the replacement that `known` has for the id of
+    its counterpart in `recorded`, if any. All other values are those of `fresh`.
     """
     return _remake(fresh, recorded, known, set())
 

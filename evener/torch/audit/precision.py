@@ -13,7 +13,7 @@ import torch
 def full_precision() -> Iterator[None]:
     """Enter a context in which float32 products are computed in float32, without autocast.
 
-    The program's own precision settings have no effect in it.
+    It overrides the program's own precision settings, which are restored on exit.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
@@ -23,7 +23,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Enter a context without autocast, even if code inside enables autocast."""
+    """Enter a context in which autocast is off, and code that enables autocast has no effect."""
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -72,7 +72,10 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return an older precision setting, or None if the program has set the newer one."""
+    """Return the result of `setting`, a function that reads one of the older precision settings.
+
+    Return None if the program has set the newer one, because PyTorch then raises an error.
+    """
     try:
         return setting()
     except RuntimeError:

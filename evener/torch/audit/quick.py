@@ -1,8 +1,9 @@
 """Quick passes, which don't intercept each operation, and passes without dropout.
 
-EvenRandomness is called for each operation of PyTorch, which takes as long as a small operation
-itself. A pass whose only random numbers are dropout's doesn't need it. A comparison of the
-generators' states before and after a pass shows whether it drew random numbers.
+EvenRandomness intercepts each operation of PyTorch, which takes as long as a small operation
+itself. A pass that draws no random numbers except dropout's doesn't need EvenRandomness, because
+dropout can be turned off. Whether a pass drew other random numbers is determined by comparing the
+generators' states before and after the pass.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class KnownPasses(msgspec.Struct):
 class QuickPass:
     """A context that detects whether random numbers are drawn in it.
 
-    If so, `has_drawn` is True on exit. A row's random numbers may then depend on the size of its
-    batch.
+    `has_drawn` is set on exit. If it is True, a row's random numbers may depend on the size of its
+    batch, so the pass has to be repeated with EvenRandomness.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class QuickPass:
 def without_dropout() -> Iterator[None]:
     """Enter a context in which dropout called through PyTorch's Python functions drops nothing.
 
-    It is used for quick passes and for passes with EvenRandomness, so that their results are equal.
+    Both quick passes and passes with EvenRandomness use it, so that their results are equal.
     """
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -75,7 +76,10 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the module and name of each function with dropout, and a replacement without it."""
+    """Return (module, name, replacement) for each function of PyTorch that has dropout.
+
+    The replacements compute the same without dropout.
+    """
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)
@@ -104,5 +108,8 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute a recurrent layer without dropout; its only float argument is the dropout rate."""
+    """Call `recur`, a function of a recurrent layer, without dropout.
+
+    The dropout rate is its only float argument, so every float is replaced with 0.
+    """
     return recur(*(0.0 if isinstance(each, float) else each for each in arguments))

@@ -19,7 +19,7 @@ from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = 20_260_923
-LONGEST = 4096  # maximum length of rows that start with the same random numbers
+LONGEST = 4096  # all rows of up to this length start with the same random numbers
 
 
 # Operations that sum many terms, so a disturbance changes their results. Each has the index of the
@@ -39,12 +39,13 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Draws the same random numbers for every row, starting from `seed`.
+    """A context in which random operations return the same numbers for every row.
 
-    `draws` counts the random operations in a pass, and `random` those whose results are random;
-    dropout's aren't, because it keeps all values here. `kinds` has the dtypes of computed tensors
-    with more than one value. If `disturbance` isn't 0, it is the seed of errors that are added to
-    sums of many terms, as large as another order of the terms might cause.
+    `seed` determines these numbers. `draws` is the number of random operations in a pass, and
+    `random` the number of those whose results are random; dropout's aren't, because it keeps all
+    values here. `kinds` has the dtypes of computed tensors with more than one value. If
+    `disturbance` isn't 0, it is the seed of errors that are added to sums of many terms, as large
+    as another order of the terms might cause.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -105,9 +106,10 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 self._add_errors(each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1)
 
     def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add random errors in proportion to the root mean square of each row.
+        """Add random errors in proportion to the root mean square of each row of `result`.
 
-        A row consists of the values that have the same indices on the axes before `apart`.
+        `terms` is the number of terms in each sum. A row consists of the values that have the same
+        indices on the axes before `apart`.
         """
         device = result.device
         if device not in self._generators:
@@ -129,7 +131,8 @@ def _each(result: Any) -> Sequence[Any]:
 def _count_terms(name: str, arguments: Any, place: int) -> int:
     """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
 
-    `place` is the index of the result if the operation has several results.
+    `name` is the operation's name. `place` is the index of the result if the operation
+    has several results.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -173,8 +176,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Draw the same values for every row; return the result and whether it is random.
 
-    The result isn't random for dropout, which keeps all values, and for permutations, which move
-    each entry by one place.
+    `seed` determines the values. The result isn't random for dropout, which keeps all values, and
+    for permutations, which move each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -215,9 +218,10 @@ def _draw_nothing(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return fixed values of a distribution whose parameters are tensors, else None.
+    """Draw from a distribution whose parameters are tensors; return None for other operations.
 
-    The parameters may differ from row to row.
+    The parameters, such as means, may differ from row to row, so a function in `_DISTRIBUTIONS`
+    computes the values from them.
     """
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
@@ -225,7 +229,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor whose size is an argument; return None for other operations."""
+    """Draw a tensor with equal rows whose size is an argument; return None for other operations."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -239,10 +243,10 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _draw_like(draw: _Draw) -> Any:
-    """Draw into a tensor, or into a new one like it; return None for other operations.
+    """Draw equal rows into a tensor, or into a new one like it; return None for other operations.
 
-    Operations with several tensor arguments are not included, because their results depend on all
-    of them.
+    Operations with several tensor arguments are not included, because their results depend
+    on all of them.
     """
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
@@ -304,7 +308,7 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor for the values that all rows of `like` share.
+    """Return an uninitialized tensor in which the values that all rows of `like` share are drawn.
 
     If `like` has at least two axes, its length is the `_stable_length` of the last axis, else 1.
     """
@@ -318,10 +322,10 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return the number of values to draw for a row of this length: at least LONGEST.
+    """Return the number of values to draw for a row of `length` values: at least LONGEST.
 
-    It is the same for all lengths up to LONGEST, so shorter and longer rows start with the same
-    values.
+    The number is the same for all lengths up to LONGEST, so shorter and longer rows start with
+    the same values.
     """
     return max(LONGEST, length)
 
@@ -356,7 +360,7 @@ _DISTRIBUTIONS: dict[
 class RandomState:
     """The saved states of Python's, NumPy's and PyTorch's random number generators.
 
-    They include the generator of the current GPU if CUDA is in use.
+    If CUDA is in use, the generator of the current GPU is included.
     """
 
     def __init__(self) -> None:
@@ -442,7 +446,10 @@ _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a digest of the states of Python's and NumPy's random number generators."""
+    """Return a digest of the states of Python's and NumPy's random number generators.
+
+    Two passes with equal digests have drawn equally many random numbers.
+    """
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 

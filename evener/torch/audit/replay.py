@@ -1,4 +1,4 @@
-"""Audit a recorded loss by repeating its calls for a few rows, whole and in parts."""
+"""Audit a recorded loss by repeating its calls for a few rows, as one batch and in parts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The audit of a recorded loss, or None with the reason in `fault`, as a part of a message.
+    """The result of an attempt to audit a recorded loss.
 
-    `cut` is True if the audit used rows padded to other lengths than the first choice of rows, with
-    which the calls couldn't be repeated. `certain` is True if no number in the record can be an
-    unrecognized count of its rows. `closed` is True if the record uses only rows of its batch.
+    `audited` is None if the loss can't be audited, and `fault` is the reason, as a part of a
+    message. `cut` is True if the calls couldn't be repeated with the rows that were tried
+    first, but with rows that are padded to other lengths. `certain` is True if no number in the
+    record can be an unrecognized count of its rows. `closed` is True if the record uses only
+    rows of its batch.
     """
 
     audited: Audited | None
@@ -49,10 +51,12 @@ def audit_record(
 ) -> Replayed:
     """Audit a loss with the first element of `rows` for which the loss can be computed.
 
-    Some numbers in the record may be counts of its rows. The interpretations in `counts` are tried
-    in turn until an audit finds no difference. `sketcher` creates a GradientSketcher for each
-    audit, and `computations` returns the reference computation of rows and the training run's.
-    Raises RequestError if the loss synchronizes with other ranks.
+    The elements of `rows` are alternative selections of rows, such as with and without padding.
+    Some numbers in the record may be counts of its rows. The interpretations in `counts` are
+    tried in turn until an audit finds no difference. `sketcher` creates a GradientSketcher for
+    each audit, and `computations` returns the reference computation of rows and the training
+    run's. `moves` is passed to `GradientSketcher.open`. Raises RequestError if the loss
+    synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
@@ -120,7 +124,10 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last row doesn't affect the loss, so that the record computes too few rows."""
+    """True if the last row doesn't affect the loss, so that the record computes too few rows.
+
+    To test this, the last row is replaced with a copy of the first row.
+    """
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -136,7 +143,10 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the rows in `used` are padded to other lengths than those in `first`."""
+    """True if the audited rows, `used`, are padded to other lengths than the rows tried first.
+
+    The lengths are compared by the shapes of the parts' tensors, without the axis of rows.
+    """
     if first is used:
         return False
     shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]

@@ -63,7 +63,8 @@ def fetch_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a data set, chosen to differ in class and length.
 
-    `numbers` are the indices of the rows to choose from. Return None if there are fewer than two.
+    `collate` makes a batch from a list of rows. `numbers` are the indices of the rows to choose
+    from. Return None if there are fewer than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -126,9 +127,9 @@ def copy_dataset(dataset: Any) -> Any:
 def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> FewRows | None:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    They are chosen from the first TIMES * `most` rows to differ as much as possible, and sorted so
-    that both parts differ. With `in_order`, they keep the batch's order. Return None if the batch
-    has fewer than two rows or can't be cut.
+    The rows are chosen from the first TIMES * `most` rows to differ as much as possible, and sorted
+    so that both parts differ. With `in_order`, the rows keep the batch's order. Return None if the
+    batch has fewer than two rows or can't be cut.
     """
     if rows < 2:
         return None
@@ -148,12 +149,15 @@ def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> 
 
 
 def _first(rows: int) -> int:
-    """Return the number of rows in the first part, about 3/8 of all `rows`."""
+    """Return the number of rows in the first of two unequal parts, about 3/8 of `rows`."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, evenly spaced when sorted by class and length."""
+    """Return up to `most` of the items, evenly spaced when sorted by class and length.
+
+    `signs` has numbers for each item, such as its class and length.
+    """
     places = spread_places(signs, most)
     return [items[place] for place in places]
 
@@ -175,10 +179,10 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 
 
 def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
-    """Return up to `most` rows of a collated batch.
+    """Return up to `most` rows of a collated batch that has `rows` rows.
 
     The rows are chosen by `spread_places` if each tensor in the batch has one entry for each row;
-    else the first rows are used.
+    else the first rows are used. With `in_order`, they keep the batch's order.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):
@@ -222,7 +226,10 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Return two parts of a collated batch, or None if the batch can't be cut by rows."""
+    """Cut a collated batch of `rows` rows in two, after `first` rows.
+
+    Return None if the batch can't be cut by rows.
+    """
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:

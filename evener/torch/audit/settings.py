@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Detects changes of settings from one check to the next."""
+    """Detects changes of settings from one check to the next; a check is a call of `have_changed`."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -47,8 +47,9 @@ class LossSettings:
     ) -> bool:
         """True if a setting has changed after being the same for STILL checks.
 
-        `function` computes the loss; `code` is the program's code with its module's variables;
-        `holders` are other objects whose attributes are settings.
+        Settings are read from `models`, the modules whose classes the program defines; `function`,
+        which computes the loss; `code`, the program's code with its module's variables; and
+        `holders`, other objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -78,15 +79,16 @@ class LossSettings:
 
 
 class _Known:
-    """Settings with their values, and the check since which each has been the same."""
+    """The values of settings at the last check, and since which check each has been the same."""
 
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, found: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings in `found`; True if one of them changed after STILL equal checks.
+        """Compare settings with their values at the last check, and save the new values.
 
-        `check` is the number of this check.
+        `found` has the values now, and `check` is the number of this check. Return True if a
+        setting has changed that had the same value in at least STILL checks before.
         """
         changed = False
         before, self._values = self._values, {}
@@ -141,7 +143,11 @@ class _ModuleSettings:
 
 
 def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add a value's settings to `found`; `holder` is the id of the object that has the value."""
+    """Add a setting, or the settings inside an object or function, to `found`.
+
+    `value` is an attribute or variable called `name` of the object with the id `holder`. Nested
+    objects are inspected up to `depth` levels deep.
+    """
     if len(found) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -166,7 +172,7 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and of its classes to `found`, without classes of libraries."""
+    """Add the settings of an object and its classes to `found`, except those of libraries' classes."""
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
             _collect_held(kind, vars(kind), depth, found)
