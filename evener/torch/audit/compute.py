@@ -295,7 +295,7 @@ def _bare(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Enter a context in which the BatchNorm layers among `modules` use their running statistics."""
+    """Enter a context in which BatchNorm layers in `modules` use their running statistics."""
     fixed = [
         (each, each.training)
         for each in modules

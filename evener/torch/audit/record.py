@@ -48,7 +48,10 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """The batch's number of rows, times `each`, as read by the program from a tensor's size."""
+    """The batch's number of rows, times `each`, that the program read from a tensor's size.
+
+    A replay with other rows replaces it with their number, times `each`.
+    """
 
     each = 1
 
@@ -77,8 +80,9 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `autocast` is the device and dtype of the active autocast, or None. `draw` is the program's own
-    generator that the call drew from, and `place` is the program's line.
+    `autocast` is the device and dtype of the active autocast, or None. `draw` is the state before
+    the call of the program's own generator that the call drew from, or None. `place` is the
+    program's file and line that made the call; it is only recorded for arithmetic.
     """
 
     function: Callable[..., Any]
@@ -95,9 +99,9 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    `after` is called after each backward pass, with this recorder and the loss that the backward
-    pass started from. `rows` is the batch's number of rows, by default the length of its first
-    tensor.
+    Of `models`, those in training mode are recorded, each as a single call. `after` is called after
+    each backward pass, with this recorder and the loss that the backward pass started from. `rows`
+    is the batch's number of rows; if it is 0, the length of the batch's first tensor is used.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.__enter__()
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording, and discard the recorded calls."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._tape, self.batch, self.objects = [], [], [], []
@@ -169,14 +173,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each call of a function or model, for subclasses to override."""
+        """Called after each call of a function or model with its result; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
         """Return the module that a replay calls for a model: the one inside a DDP wrapper."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the value of a loss; the elements of a loss with several elements are summed."""
+        """Return a loss as a number; if it has several elements, return their sum."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
@@ -272,7 +276,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if a weight or its gradient is stored at one of these addresses."""
+        """True if the storage of a model's weight or of its gradient has one of these addresses."""
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
         return any(each is not None and address(each) in places for each in own)
@@ -306,7 +310,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the indices of the calls that led to a loss, in order, or why they are unknown."""
+        """Return the indices of the recorded calls that led to a loss, in the order of the calls.
+
+        If they can't be determined, return the reason, as a part of a message.
+        """
         places, reached, is_known = self._walk(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
@@ -319,10 +326,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that led to a tensor, and two flags.
+        """Return the indices of the calls that led to the tensor `wanted`, and two flags.
 
-        The first flag is True if the calls use a tensor of the batch, the second if no call is
-        missing.
+        The first flag is True if one of these calls uses a tensor of the batch. The second is True
+        if no call is missing from the recording.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -369,7 +376,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Return the numbers that a call combines with a model's results.
 
         They are the factors, divisors and summands of arithmetic, and summaries of small tensors
-        that were created before the batch, such as task weights.
+        that were created before the batch, such as task weights. Return an empty list if the call
+        doesn't use a model's results.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
@@ -384,7 +392,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(each, entry.place) for each in figures]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor from before the batch that isn't part of the batch or a model."""
+        """True for a small tensor that was created before the batch, such as task weights.
+
+        Tensors of the batch, and parameters and buffers of models, are excluded.
+        """
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
         if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
@@ -394,8 +405,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a tensor's only value, or the sum and the index-weighted sum of its values.
+    """Summarize the values of a small tensor, so that ranks can compare them.
 
+    Return the only value, or the sum of the values and the sum of index times value.
     Indices start at 1.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
@@ -405,17 +417,18 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number used in computing a loss, and the program's line that uses it."""
+    """A number used in computing a loss, and the program's line that uses it, or "" if unknown."""
 
     value: float
     place: str
 
 
 class LossRecord:
-    """The calls that led to a loss, which can be repeated with other rows of the same kind.
+    """The recorded calls that led to a loss; they can be repeated with other rows.
 
-    `numbers` are the numbers in the loss other than the batch and the models. `reads` is True if
-    some of them may be derived from values that the program has read from the models' results.
+    `numbers` are the numbers in the loss other than the batch and the models. `reads` is
+    True if some of these numbers may be derived from values that the program has read from
+    the models' results.
     """
 
     def __init__(
@@ -486,7 +499,10 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return a message if repeating the loss of the same rows changes it, else ""."""
+        """Compute the loss of the same rows again; return a message if it differs, else "".
+
+        The comparison allows for rounding.
+        """
         kinds = {
             each.dtype
             for entry in self._entries
@@ -508,7 +524,10 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """Return the loss of the same rows, with the same random numbers."""
+        """Return the loss of the recorded rows, computed again with the same random numbers.
+
+        Gradients are only enabled if the loss needs them.
+        """
         for enabled in (
             False,
             True,
@@ -525,7 +544,10 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the file and line of the program that makes the current call, or ""."""
+    """Return the file and line of the program that makes the current call.
+
+    Return "" if all calling functions belong to libraries.
+    """
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -595,7 +617,10 @@ def _replay_entries(
     number: Callable[[Any], Any],
     fresh: Mapping[type, Any],
 ) -> None:
-    """Repeat the calls with the values in `known`, and add their results to it."""
+    """Repeat the calls with the replacements in `known`, and add their results to `known`.
+
+    The parameters are those of `replay`.
+    """
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
@@ -640,10 +665,10 @@ def _now(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the value that replaces an argument of a recorded call.
+    """Return the value that replaces an argument, `each`, of a recorded call.
 
-    Tensors in `changed`, which the call changes in place, are cloned so that the originals stay
-    unchanged.
+    `changed` has the ids of the tensors that the call changes in place; they are cloned, so that
+    the originals stay unchanged. The other parameters are those of `replay`.
     """
     if isinstance(each, RowNumber):
         return each.each * rows

@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Detects changes of settings from one check to the next; a check is a call of `have_changed`."""
+    """Detects changes of settings from one call of `have_changed`, a check, to the next."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -172,7 +172,7 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and its classes to `found`, except those of libraries' classes."""
+    """Add the settings of an object and its classes to `found`, except for classes of libraries."""
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
             _collect_held(kind, vars(kind), depth, found)

@@ -3,9 +3,11 @@
 Gradients are computed with torch.autograd.grad, which runs none of the hooks that accumulate
 gradients. So the step's own gradients stay unchanged, and no all-reduce is triggered. If there is
 little memory, a hook on each tensor computes the sums as soon as the tensor's gradient is computed,
-and returns an expanded zero in place of the gradient, so that its memory is freed. Small gradients
-wait until there are several, because a GPU computes the sums of many small gradients in the time
-that it takes to launch the kernels for one.
+and returns an expanded zero in place of the gradient, so that its memory is freed.
+
+To compute the sums (the projection of a gradient), a gradient is arranged as a matrix whose rows
+are called lines. Small gradients wait until several can be projected together, because a GPU
+computes the sums of many small gradients in the time that it takes to launch the kernels for one.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ BLOCK = 1 << 24  # number of values that are converted at once
 class Signs:
     """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
-    The standard deviation of sums with such signs is the gradient's norm, as with an independent
-    sign for each value, but the sums need only a matrix product with a few columns.
+    The standard deviation of a sum with such signs is the gradient's norm, as with an independent
+    sign for each value. But such sums need only a matrix product with a few columns.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return signs for `count` lines (which = 0) or columns (which = 1).
+        """Return the signs of the first `count` lines (which = 0) or columns (which = 1).
 
         Their shape is (count, PROJECTIONS), and their device and dtype are those of `like`.
         """
@@ -59,7 +61,10 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how gradients of these sizes are cut into lines of `width` values."""
+        """Return the layout of gradients with these numbers of values in lines of `width` values.
+
+        Layouts are cached. The layout's tensors have the device and dtype of `like`.
+        """
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -80,7 +85,7 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several gradients are cut into lines.
+    """How several gradients are arranged in lines, one gradient after the other.
 
     `rests` has the zeros that pad each gradient's last line. For each line, `signs` has its signs
     and `owners` the index of its gradient.
@@ -123,8 +128,8 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 def project_together(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
     """Return PROJECTIONS random sums of each gradient, in a few operations for all of them.
 
-    The gradients are dense, of one dtype, on one device, and cut into lines of one width. The sums
-    of a gradient don't depend on the other gradients.
+    The gradients are dense, have the same dtype and device, and are arranged in lines of the same
+    length. The sums of a gradient don't depend on the other gradients.
     """
     flat = [_flatten(each) for each in gradients]
     width = _line_width(flat[0])
@@ -151,7 +156,11 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the random sums of a sparse gradient; each stored line has the sign of its index."""
+    """Return the random sums of a sparse gradient, whose lines are its stored rows.
+
+    The sign of a line is that of its index in the dense gradient, whether or not other
+    lines are stored.
+    """
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):
         lines = lines * size + index
@@ -162,11 +171,11 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """Computes random sums of the gradients of `tensors`, over all losses that are added.
+    """Computes random sums of the gradients of `tensors`, added over several losses.
 
-    `at_once` is True if there is memory for all gradients of a loss at once. Otherwise each
-    gradient is projected and freed as soon as it is computed. The host waits for the GPU only in
-    `sketch`.
+    If `at_once` is True, there is memory for all gradients of a loss at once. Otherwise each
+    gradient is projected and freed as soon as it is computed. The host waits for the GPU
+    only in `sketch`.
     """
 
     def __init__(
@@ -194,7 +203,7 @@ class GradientSums:
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times `weight`; with `loss_only`, add the loss itself.
+        """Add the gradient of a loss, times `weight`; with `loss_only`, add only the loss itself.
 
         `scale` has the same meaning as in Piece. `retain_graph` is passed to torch.autograd.grad.
         """
@@ -221,9 +230,9 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of a loss by name.
+        """Return the gradients of a loss by the names of their tensors.
 
-        Return none of them if each was projected and freed as soon as it was computed.
+        The result is empty if each gradient was projected and freed as soon as it was computed.
         """
         with ExitStack() as stack:
             for name, each in trained.items():
@@ -238,7 +247,10 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a gradient to the sums, and return zeros that need no memory in its place."""
+        """Hook of a tensor: add its gradient to the sums, and return zeros to replace the gradient.
+
+        The zeros are expanded from a single element, so that the gradient's memory is freed.
+        """
         with torch.no_grad(), without_modes():
             self._take(name, gradient)
             if gradient.is_sparse:
@@ -287,7 +299,7 @@ class GradientSums:
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalar tensors, which may be on several devices.
 
-    On one device, the host waits only once.
+    If all are on one device, the host waits for the device only once.
     """
     if len({each.device for each in values}) == 1:
         return list(torch.stack(list(values)).tolist())
@@ -297,7 +309,8 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
     """Return the name of the dtype whose precision limits a gradient.
 
-    It is the dtype `kind` of the gradient's tensor, or a coarser one among `computed`.
+    It is the dtype `kind` of the gradient's tensor, or a coarser one among `computed`. For a
+    float64 tensor and computation in float32, it is MIXED.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
@@ -309,7 +322,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Enter a context in which `function` is a tensor's only gradient hook.
+    """Enter a context in which `function` is a tensor's only gradient hook; None means no hook.
 
     The tensor's other hooks belong to the training step, and are restored on exit.
     """
@@ -327,7 +340,7 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
 
 
 def _plain(name: str) -> str:
-    """Return a weight's name in the model itself, without prefixes of wrappers."""
+    """Return a weight's name in the model itself, without the prefixes of DDP and torch.compile."""
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
     return name
@@ -336,8 +349,8 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    Parameters of models have their own names. The tensors in `others`, which optimizers train, have
-    numbers in their names.
+    The names of parameters are those in their models, followed by the model's number if there are
+    several models. The tensors in `others`, which optimizers train, have numbers in their names.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

@@ -42,7 +42,10 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the attributes saved by `keep_with_frozen` on exit."""
+    """Enter a context that restores the holders' attributes and frozen weights on exit.
+
+    See `keep_with_frozen`.
+    """
     restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield
@@ -51,12 +54,12 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes of all holders, and return a function that restores them in place.
+    """Save the attributes and frozen weights of all holders; return a function to restore them.
 
-    Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
-    Trained parameters aren't copied. Frozen parameters are, unless most weights are frozen, because
-    a model may update them itself, such as a momentum encoder's. The returned function may be
-    called several times.
+    Attributes are, for example, counters, lists of values, buffers and metrics; they are restored
+    in place. Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters
+    are, unless most weights are frozen, because a model may update them itself, such as a momentum
+    encoder's. The returned function may be called several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
@@ -88,7 +91,7 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
     """Save the attributes of all holders, and return a function that restores them in place.
 
-    Parameters aren't saved, nor are objects in `apart`.
+    Parameters and objects in `apart` aren't saved.
     """
     memo: dict[int, Any] = {id(each): None for each in apart}  # ids of objects to skip
     for each in holders:
@@ -127,7 +130,8 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
     """Return the data that `restore_value` needs to restore a value in place.
 
     Return None for a value that isn't copied, such as a number, an object that is already in
-    `memo`, or a tensor of more than `most_bytes`.
+    `memo`, or a tensor of more than `most_bytes`. `memo` has the ids of objects that are copied
+    already or to be skipped; this function adds to it.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None
@@ -159,10 +163,10 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return the version and a copy of a tensor.
+    """Return the version and a copy of a tensor, or None if the tensor isn't copied.
 
-    Return None if the tensor is a parameter, requires a gradient or is too large, and if its memory
-    was freed, as by FSDP1 after it has gathered weights.
+    It isn't copied if it is a parameter, requires a gradient, was made in inference mode, has more
+    than `most_bytes`, or has no memory, such as weights that FSDP1 has freed.
     """
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
@@ -175,7 +179,10 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
 
 
 def restore_value(value: Any, was: Any) -> None:
-    """Restore a value from what `copy_data` returned for it."""
+    """Restore a value in place from `was`, which `copy_data` returned for it.
+
+    If `was` is None, the value is left unchanged.
+    """
     if was is None:
         return
     if was is _EMPTY:

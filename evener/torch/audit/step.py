@@ -1,7 +1,7 @@
 """The audit of one step: compute the gradient of a few rows twice, and find why the results differ.
 
-The reference is computed as one device computes the rows; the other gradient is computed as in the
-training run.
+The reference gradient is computed as one device computes the rows, and the other gradient as in
+the training run.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 class Audited(msgspec.Struct, frozen=True):
     """The result of an audit: a difference and its cause, or None and "" without a difference.
 
-    `fault` is the reason why the audit is inconclusive, as a part of a message. The audit is also
-    inconclusive if the reference isn't `finite`. `rows` is a digest of the rows, and `sizes` has
-    the number of rows in each part. `sketch` is the sketch of the reference, and `changed` has the
-    names of buffers that a pass changes. `noises` has the differences that rounding causes, by
-    tensor, if they were measured. `explained` is True if there was a difference, but only from
-    random numbers that depend on the length to which rows are padded.
+    `fault` is the reason why the audit is inconclusive, as a part of a message. The audit is
+    also inconclusive if `finite` is False, because the reference gradient isn't finite. `rows`
+    is a digest of the rows, and `sizes` has the number of rows in each part. `sketch` is the
+    sketch of the reference, and `changed` has the names of buffers that a pass changes. `noises`
+    has the differences that rounding causes, by tensor, if they were measured. `explained` is
+    True if there was a difference, but only from random numbers that depend on the length to
+    which rows are padded.
     """
 
     difference: GradientDifference | None
@@ -91,7 +92,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
     """Run the reference computation and the training run's computation, and compare the gradients.
 
     `moves` is passed to `GradientSketcher.open`. If gradients can't be computed, only the losses
-    are compared. Reentrant checkpoints, for example, don't support torch.autograd.grad.
+    are compared: reentrant checkpoints, for example, don't support torch.autograd.grad.
     """
     try:
         found = _agree_quickly(sketcher, computations, moves) or _audit(
@@ -109,7 +110,10 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _agree_quickly(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Return the result of an audit with quick passes, or None if they can't be used or differ."""
+    """Return the result of an audit with quick passes if they find no difference, else None.
+
+    Also return None if quick passes can't be used. A difference is then examined by `_audit`.
+    """
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -129,7 +133,11 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 
 
 class _Comparison:
-    """Compares the gradients of two computations, inside the context of `GradientSketcher.open`."""
+    """Compares the gradients of two computations.
+
+    It is used inside the context of `GradientSketcher.open`, because it computes both gradients
+    when it is created, and further ones to explain a difference.
+    """
 
     def __init__(self, sketcher: GradientSketcher, computations: Computations) -> None:
         self._sketcher = sketcher
@@ -144,7 +152,10 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Return the difference and its cause, or a result without a difference."""
+        """Compare both gradients, and return the audit's result.
+
+        If they differ by more than rounding, the result has the difference and its cause.
+        """
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
@@ -157,7 +168,10 @@ class _Comparison:
         return self._result() if difference is None else self._explain(difference)
 
     def _explain(self, difference: GradientDifference) -> Audited:
-        """Return the difference and its cause, unless random numbers explain the difference."""
+        """Return a result with the difference and its cause.
+
+        If random numbers explain the difference, return a result without a difference.
+        """
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         if self._draws_by_row and self._do_draws_matter():
@@ -176,7 +190,7 @@ class _Comparison:
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if the changed computation agrees with the reference."""
+        """True if the gradients agree once the possible cause in `change` is removed."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._sketcher.sketch(change.reference)
