@@ -76,7 +76,10 @@ class Bucket:
         return self.ids <= came
 
     def check_sent(self) -> None:
-        """Raise RequestError if a gradient was changed after it was sent."""
+        """Raise RequestError if a gradient was changed after it was sent.
+
+        The sum that is being computed would lack the change.
+        """
         if self._views[0]._version != self._version:
             raise RequestError(
                 "A parameter got a second gradient in one backward pass, unlike in the first: "
@@ -155,14 +158,20 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Multiply the accumulated gradients by a weight, because later ones have another one."""
+        """Multiply the accumulated gradients by `weight`, and set them aside for the next `weigh`.
+
+        It is called before the weight changes, because later gradients have another weight.
+        """
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
         self.flat.zero_()
 
     def weigh(self, weight: float, number: int) -> None:
-        """Gather the gradients, and multiply them by this rank's weight."""
+        """Gather the gradients, and multiply them by this rank's weight, so that they can be sent.
+
+        `number` is the number of the batch in its epoch, which is written to the tail.
+        """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
@@ -177,13 +186,13 @@ class Bucket:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients that `fold` has weighted, if any."""
+        """Add the gradients that `fold` has set aside, if any."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
 
     def send(self, group: Any) -> None:
-        """Start the all-reduce over the ranks of the group."""
+        """Start the all-reduce of the bucket over the ranks of `group`."""
         self._version = self._views[0]._version
         self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
@@ -201,14 +210,18 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the earlier, weighted part of a gradient that the loop has cleared."""
+        """Clear the gradient at index `place` among those that `fold` has set aside.
+
+        It is called for gradients that the loop has cleared since.
+        """
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the flags and the tail, which has the batch's `number`.
+        """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
 
-        A flag is 1 if its parameter has a gradient and `counts` is True, else 0.
+        A flag is 1 if its parameter has a gradient and `counts` is True, else 0. `counts` is False
+        if this rank's weight is 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -276,7 +289,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of values from a device to the host."""
+    """An asynchronous copy of the values of a tensor from its device to the host."""
 
     def __init__(self, figures: torch.Tensor) -> None:
         self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -285,7 +298,7 @@ class HostCopy:
             self._event.record()
 
     def is_complete(self) -> bool:
-        """True if the copy is complete, so that `read` doesn't wait."""
+        """True if the copy is complete, so that `read` returns immediately."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
@@ -307,9 +320,11 @@ class TailReader:
         self._expected = 0  # the batch number in the copy
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Return True if the buffers of any rank have changed.
+        """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        Raises RequestError if ranks have summed different batches, or if their weights differ.
+        `expected` is the sum of the batch numbers of all ranks if they sum the same batch. On a
+        GPU, except for the first sum, the previous sum's tail is checked instead. Raises
+        RequestError if ranks have summed different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
@@ -341,7 +356,7 @@ class TailReader:
 
 
 class Buffers:
-    """A module's buffers, except `ignored` names, with detection of changes."""
+    """A module's buffers, except those named in `ignored`, with detection of changes."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
@@ -357,7 +372,10 @@ class Buffers:
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Copy the values for `add_changes`; return False without a copy if they are too large."""
+        """Copy the buffers' values, with which `add_changes` compares later values.
+
+        Return False, without a copy, if they have more than MOST_KEPT bytes.
+        """
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
         self._known = []
@@ -370,10 +388,10 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to the flag if values differ from the copy made by `keep`; doesn't wait for a GPU.
+        """Add 1 to `flag`, a tensor with one value, if buffers differ from the copy made by `keep`.
 
-        Values are compared because PyTorch's version counter misses changes through `buffer.data`
-        and by BatchNorm.
+        The host doesn't wait for a GPU. Values are compared because PyTorch's version counter
+        misses changes through `buffer.data` and by BatchNorm.
         """
         # otherwise there are no buffers
         may_differ = self._places or self._kept_at != self._members.buffers_at()
@@ -402,9 +420,10 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes while a pass runs that may have to be retried.
 
-    If the results of rows depend on random draws or on one another (`late`), all gradients of a
-    failed pass are dropped. Otherwise the gradients that a failed pass has computed are complete
-    and final: the retry leaves them unchanged.
+    In a pass with `late`, the results of rows may depend on random draws or on one another, so all
+    gradients of the pass are dropped if it fails. Otherwise the gradients that a failed pass has
+    computed are complete and `final`: the retry leaves them unchanged. With `apart`, the gradients
+    of earlier passes are set aside until the pass ends.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -429,7 +448,10 @@ class EarlierGradients:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to the gradients that `open` set aside."""
+        """Add the pass's gradients, except final ones, to the gradients that `open` set aside.
+
+        Nothing is done if `open` set none aside.
+        """
         if self._kept is None:
             return
         kept = [
@@ -448,7 +470,7 @@ class EarlierGradients:
                 add_each(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
-        """Finish a complete pass."""
+        """End the pass that `open` has begun, whether it completed or failed."""
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:

@@ -22,7 +22,10 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives among several ranks the program itself has started."""
+    """Return the number of collectives, over several ranks, that the program itself has started.
+
+    These are all collectives of this process except those of evener.
+    """
     return sum(count_exchanges().values()) - _own
 
 
@@ -34,7 +37,7 @@ def note_own() -> None:
 
 @contextmanager
 def own_collectives() -> Iterator[None]:
-    """Enter a context whose collectives count as evener's own."""
+    """Enter a context in which all collectives are counted as evener's own, not the program's."""
     global _own
     before = count_foreign()
     try:
@@ -115,7 +118,8 @@ def gather_rows(
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """Return the sum of a value over the ranks.
 
-    The result is int64 for an integer tensor with at least one dimension, else float64.
+    `value` is a number or a tensor. The result is int64 for an integer tensor with at least one
+    dimension, else float64. The `timer` doesn't count the all-reduce as compute time (own work).
     """
     figure = torch.as_tensor(value).detach()
     whole = figure.ndim and not figure.is_floating_point()
@@ -127,10 +131,11 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean over all rows in a batch, from the mean over the rows of each rank.
+    """Return the mean over all rows in a batch, computed from each rank's mean over its own rows.
 
     `value` is this rank's mean, and `sizes` has each rank's number of rows. If the values are equal
-    on all ranks, `value` itself is returned, without rounding.
+    on all ranks, `value` itself is returned, without rounding. The `timer` doesn't count the
+    collective as compute time (own work).
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
@@ -144,14 +149,21 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 
 
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
-    """True if all ranks of the group have the same number."""
+    """True if all ranks of `group` pass the same `value`; every rank has to call this function.
+
+    `device` is the device of the collective. If `group` is None, all ranks take part.
+    """
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return bool(pair[0] == -pair[1])
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Broadcast tensors from one rank of a group, by default the first one, to all its ranks."""
+    """Broadcast tensors from one rank of a group to all its ranks.
+
+    Every rank has to call this function. `source` is the sender's rank within the group. If `group`
+    is None, all ranks take part.
+    """
     for device in {each.device for each in tensors}:
         own = [each.detach() for each in tensors if each.device == device]
         broadcast_each(own, group, 250 << 20, source)

@@ -69,12 +69,18 @@ def _find_normalizers(module: Any) -> list[Any]:
 
 
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
-    """Return the parameters or buffers of a module, each once, without `ignored` names."""
+    """Return the tensors of a module without those named in `ignored`, each tensor only once.
+
+    `named` has the names and tensors of the module's parameters or buffers.
+    """
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of a bucket in bytes, within limits, for about BUCKETS buckets."""
+    """Return the size of a bucket in bytes, so that `parameters` need about BUCKETS buckets.
+
+    The size is at least LEAST_BYTES and at most MOST_BYTES.
+    """
     whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
@@ -84,7 +90,9 @@ class Exchange:
 
     If `group` is None, all processes take part. With `single_rank`, there is no other rank: nothing
     is summed, but the gradients of a failed pass can be undone. A backward pass through outputs
-    that were passed to `watch` ends in a sum if `sync` was True.
+    that were passed to `watch` ends in a sum if `sync` was True. `bucket_bytes` is the size of a
+    bucket; None lets the exchange choose it. With `broadcast_buffers`, buffers that change are
+    copied from the first rank to all ranks after each sum.
 
     The attributes `begun`, `ready`, `sent` and `done` are callbacks. `begun` is called when a
     backward pass reaches such outputs, with their batch and the batch of the outputs before them in
@@ -156,11 +164,11 @@ class Exchange:
         EXCHANGES.add(self)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """True if this exchange sums gradients of any of these parameters, given by id."""
+        """True if this exchange sums the gradient of a parameter whose id is in `parameters`."""
         return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's parameters and buffers to all ranks.
+        """Copy the first rank's `tensors`, parameters and buffers, to all ranks.
 
         Raises RequestError if ranks wrap different models.
         """
@@ -185,7 +193,12 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Detect backward passes through these outputs; with `sync`, they end in a sum."""
+        """Detect backward passes through these outputs; with `sync`, they end in a sum.
+
+        `batch` is the batch from which the outputs were computed; it is passed to `begun`.
+        Raises RequestError if an earlier backward pass failed when some of its gradients
+        were already sent.
+        """
         if self.resting:
             return
         _forget_failed_passes()
@@ -205,9 +218,10 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by the parameters' gradients, if outputs hide their tensors.
+        """Detect backward passes by the parameters' gradients if outputs hide their tensors.
 
-        The backward pass is then assumed to start with the first gradient.
+        A backward pass is assumed to start with the first gradient. `sync` and `batch` have the
+        same meaning as in `watch`.
         """
         reference = weakref.ref(self)
 
@@ -242,7 +256,11 @@ class Exchange:
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Prepare for a backward pass that starts, or that reaches more outputs."""
+        """Prepare for a backward pass that starts, or that reaches more outputs.
+
+        `sync` and `batch` are those that were passed to `watch` with the outputs. Raises
+        RequestError if another wrapped model in this backward pass has some of the same parameters.
+        """
         task = backward_number()
         begins = _open.get(self) != task
         self.begun(batch, batch if begins else self._batch)
@@ -282,7 +300,11 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
-        """Send complete buckets; called when the last expected gradient in a bucket is computed."""
+        """Send buckets that are complete.
+
+        Called when the gradient that is expected last in `bucket` is computed. If buckets can't be
+        sent during this backward pass, the gradients are only copied into the bucket.
+        """
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
@@ -293,9 +315,9 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send complete buckets in order.
+        """Send complete buckets, always in the same order, which is the same on all ranks.
 
-        If an earlier model in the backward pass still has buckets to send, send none now.
+        If an earlier model in the backward pass still has buckets to send, no bucket is sent now.
         """
         for other in _open:
             if other is self:
@@ -322,10 +344,11 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the tail: whether buffers have changed, and in some sums a few weights.
+        """Write the tail: whether buffers have changed, and in one of EVERY sums a few weights.
 
-        The first rank multiplies its weights by the number of other ranks, and the others by -1, so
-        equal weights add up to 0 over the ranks. The tail also has the sum of their magnitudes.
+        Ranks compare these weights in the sum: the first rank multiplies its weights by the number
+        of other ranks, and the others by -1, so equal weights add up to 0. The tail also has the
+        sum of their magnitudes.
         """
         if self._compares:
             self._common.add_changes(tail[:1])
@@ -340,7 +363,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the remaining buckets at the end of the backward pass."""
+        """Send the remaining buckets at the end of the backward pass if the pass ends in a sum."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -355,7 +378,7 @@ class Exchange:
         self.held.close()
 
     def _wait(self) -> None:
-        """Wait for the sum, if one was started, and check and broadcast buffers."""
+        """Wait for the sum if the backward pass ended in one, and compare or broadcast buffers."""
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
@@ -381,7 +404,8 @@ class Exchange:
     def _learn_order(self, seen: list[int]) -> None:
         """Create new buckets in the order in which the first rank's gradients were computed.
 
-        From now on buckets are sent early, unless a parameter got several gradients.
+        `seen` has the ids of this rank's parameters in that order. From now on buckets are sent
+        early, unless a parameter got several gradients.
         """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
@@ -414,14 +438,17 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass of a part; see `EarlierGradients.open`."""
+        """Prepare for the backward pass of a part; see `EarlierGradients.open` for `dependent`."""
         self._arrived.clear()
         self._armed, self._came = self.single_rank, set()
         self.held.open(dependent)
         self._listen()
 
     def close(self) -> None:
-        """Finish the backward pass of a part."""
+        """Finish the backward pass of a part.
+
+        Only needed with `single_rank`; otherwise `_finish_pass` has done it.
+        """
         if self.single_rank:
             self._armed = False
             self.held.merge()
@@ -432,7 +459,11 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """End a pass that failed: undo its gradients, except final ones."""
+        """Abandon a pass that ran out of memory: discard its gradients, except final ones.
+
+        Final gradients are complete, and may have been sent already, so the retry leaves them
+        unchanged; see `EarlierGradients`.
+        """
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -451,7 +482,10 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """End a backward pass: all models send their buckets before any model waits for its sum."""
+    """End the backward pass with the number `task`.
+
+    All models send their remaining buckets before any model waits for its sum.
+    """
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
         exchange._finish_pass()
@@ -461,12 +495,15 @@ def _end(task: int) -> None:
 
 
 def is_in_backward(task: int) -> bool:
-    """True if a wrapped model hasn't yet finished this backward pass."""
+    """True if a wrapped model hasn't yet finished the backward pass with the number `task`."""
     return task in _open.values()
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of parameters whose gradients are summed; True if they have been summed."""
+    """Return the ids of the parameters whose gradients exchanges sum over the ranks.
+
+    The value of an id is True if its exchange has completed a sum.
+    """
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
         id(each): exchange.ran
@@ -487,7 +524,11 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 
 
 def _forget_failed_passes() -> None:
-    """Close the exchanges of backward passes that ended with an error."""
+    """Reset the exchanges in backward passes that ended with an error.
+
+    An exchange that had sent some of the gradients is marked as broken. Nothing is done inside
+    a backward pass.
+    """
     if backward_number() != -1:
         return
     for each in _open:

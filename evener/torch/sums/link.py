@@ -25,7 +25,7 @@ class LinkSums(NamedTuple):
 
     `bytes_per_second` counts the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
     each all-reduce over n ranks, as in nccl-tests. `wrong` describes how the result of an
-    all-reduce differed from the expected one, or is empty.
+    all-reduce differed from the expected one; it is "" for correct results.
     """
 
     latency_seconds: float
@@ -34,14 +34,18 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A rank on one device that measures links to other ranks."""
+    """A process with one device and one rank, which measures the links to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Join the process group of `world` ranks through a file, with a timeout of `seconds`."""
+        """Join the process group of `world` ranks.
+
+        The ranks find each other through the file at the path `file`. Collectives fail after a
+        timeout of `seconds`.
+        """
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
@@ -54,7 +58,10 @@ class LinkMember:
         )
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between the ranks in `members`, which include this process."""
+        """Measure the link between the ranks in `members`, which include this process's rank.
+
+        All of these ranks have to call this method at once.
+        """
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
         return measure_sums(self._groups[members], self._rank, members, self._device)
@@ -63,7 +70,8 @@ class LinkMember:
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
     """Measure the link between the members of a group; all members have to call this at once.
 
-    `rank` and `members` are global ranks, not ranks within the group.
+    `rank` and `members` are global ranks, not ranks within the group. `device` is
+    this rank's device.
     """
 
     def add_up(tensor: Any) -> None:
@@ -86,7 +94,8 @@ def find_wrong(
 ) -> str:
     """Return a message if an all-reduce of whole numbers has a wrong result, else "".
 
-    Each rank sends a different pattern of `size` numbers; their sums are exact in float32.
+    `add_up` all-reduces a tensor in place. Each rank sends a different pattern of `size` numbers;
+    their sums are exact in float32.
     """
     numbers = torch.arange(size, device=device)
 

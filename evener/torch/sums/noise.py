@@ -30,10 +30,10 @@ _WIDER = {
 class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
-    The result is equal on all ranks. `begin` is called for each batch with each rank's number of
-    rows (empty if unknown) and the number of weight updates. `note` is called with the batch of a
-    backward pass if that batch is known, because a loop may fetch a batch before it has trained the
-    previous one.
+    The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
+    sampled. `begin` is called for each batch with each rank's number of rows (empty if unknown) and
+    the number of weight updates. `note` is called with the batch of a backward pass if that batch
+    is known, because a loop may fetch a batch before it has trained the previous one.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -54,7 +54,11 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch."""
+        """Begin a batch: save its sizes, and queue the sample of the batch before it for reading.
+
+        `sizes` has each rank's number of rows, or is empty if unknown. `updates` is the number of
+        weight updates before this batch.
+        """
         if self._sample is not None:
             self._pending.append(self._sample)
             self._sample = None
@@ -62,7 +66,7 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Record the current batch, to which the next gradients belong.
+        """Record the batch to which the gradients of the current backward pass belong.
 
         Its `sizes` are the numbers of rows on each rank.
         """
@@ -70,14 +74,15 @@ class RankNoise:
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Compute the norm of this rank's weighted gradients in a bucket when it is sent."""
+        """Compute the norm of this rank's weighted gradients in a bucket before it is sent."""
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
         """Start the all-reduce for sum_i n_i |g_i|^2 once all gradients are sent.
 
-        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
+        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i. `group` has
+        the ranks that sum gradients.
         """
         if self._is_sampled():
             sizes = self._rows()
@@ -112,7 +117,10 @@ class RankNoise:
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a message that compares the noise scale with the last batch, or "" without one."""
+        """Return a message that compares the noise scale with the last batch's number of rows.
+
+        Return "" if there aren't enough samples yet.
+        """
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
@@ -134,13 +142,13 @@ class RankNoise:
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return each rank's number of rows over which the summed gradient is a mean."""
+        """Return each rank's number of rows in all batches that contribute to the next sum."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the norm, accumulated in float32 or wider, on the device.
+    """Return the norm of gradients, accumulated in float32 or wider, as a tensor on their device.
 
     It is computed in one kernel, because launching several might delay the step.
     """
@@ -155,7 +163,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for requesting the noise scale if a library sums the gradients itself.
+    """Return the error to raise if the noise scale is requested and `library` sums the gradients.
 
     The noise scale compares the gradients of ranks, and each rank's own gradients are unknown then.
     """
