@@ -29,7 +29,10 @@ class LossListener(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Called with a loss, the operations that made it, and the frame that calls backward."""
+        """Called with a loss, the operations that made it, and the frame that calls backward.
+
+        `made_of` is the result of `list_operations`.
+        """
 
 
 _LISTENERS: WeakList[Any] = WeakList()
@@ -53,7 +56,10 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.backward` that notifies the listeners first; `own` is PyTorch's."""
+    """Return a replacement for `Tensor.backward` that notifies all listeners before it runs.
+
+    `own` is PyTorch's method, which the replacement calls.
+    """
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -73,7 +79,8 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 def find_code(caller: FrameType) -> Code | None:
     """Return the program's own code that calls backward, with its module's variables.
 
-    Return None if there is none among the CALLERS innermost frames.
+    `caller` is the frame that calls backward. Return None if the CALLERS innermost frames, starting
+    with `caller`, all belong to libraries.
     """
     frame = caller
     for _ in range(CALLERS):
@@ -86,7 +93,11 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the kinds of the last operations that made a loss, and how each reduces its rows."""
+    """Return the last operations that made a loss, as pairs of the operation's name and a number.
+
+    The number tells how the operation reduces rows, for example to a mean; it is None for other
+    operations. Up to MOST operations are listed, up to DEPTH levels before the loss.
+    """
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]
     for _ in range(DEPTH):

@@ -14,8 +14,8 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 class MemoryGauge:
     """Measures the memory of passes, and predicts how many rows per pass will fit.
 
-    `at_risk` is True if a pass that runs out of memory would stop the training run, or if the
-    lengths of rows vary. In that case more memory is left free.
+    `world` is the number of ranks. `at_risk` is True if a pass that runs out of memory would stop
+    the training run, or if the lengths of rows vary. In that case more memory is left free.
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
@@ -30,7 +30,7 @@ class MemoryGauge:
     def measure(self, rows: int) -> int:
         """Return the maximum rows per pass that are predicted to fit, or 0 without a prediction.
 
-        `rows` is the number of rows in the largest pass.
+        `rows` is the number of rows in the largest pass that was computed.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -53,9 +53,9 @@ class MemoryGauge:
     def _measure_gpu(self, rows: int) -> float:
         """Record the allocator's peak, and return the bytes that the allocator could use.
 
-        Memory of other processes on the device is subtracted, and the limit of
-        set_per_process_memory_fraction applies. Memory that the allocator reserves beyond the
-        tensors' peak is assumed to grow in proportion to the peak.
+        `rows` is the number of rows in the largest pass. Memory of other processes on the device is
+        subtracted, and the limit of set_per_process_memory_fraction applies. Memory that the
+        allocator reserves beyond the tensors' peak is assumed to grow in proportion to the peak.
         """
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats.get("reserved_bytes.all.current", 0)
@@ -70,16 +70,18 @@ class MemoryGauge:
     def _measure_process(self, rows: int) -> float:
         """Record the process's peak memory, and return the bytes that the process could use.
 
-        They are the sum of that peak and an equal part of the host's free memory for each process.
+        These are the peak plus the process's part of the host's free memory, which is divided
+        equally among the processes. `rows` is the number of rows in the largest pass.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Return the allocator's cached memory to the device before a share grows.
+        """Return the allocator's cached memory to the device before this rank's share grows.
 
-        Cached blocks that fit the old size are too small for the new size.
+        Otherwise cached blocks of the old size would stay allocated, although they are too small
+        for the larger share.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

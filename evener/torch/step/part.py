@@ -106,9 +106,9 @@ def make_parts(
 ) -> list[Part]:
     """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
-    An AssignedBatch is divided already. If `passes` isn't 0, exactly that many parts are made; if
-    there are too few rows, some parts have a filler row that doesn't count. Raises RequestError if
-    the batch can't be divided.
+    Each part's loss is passed to `scale` before its backward pass. An AssignedBatch is divided
+    already. If `passes` isn't 0, exactly that many parts are made; if there are too few rows, some
+    parts have a filler row that doesn't count. Raises RequestError if the batch can't be divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -122,7 +122,11 @@ def make_parts(
 
 
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the rows of each pass; a pass without rows gets the first row, which doesn't count."""
+    """Return the rows of each pass of a batch with `rows` rows.
+
+    `sizes` has the number of rows in each pass. A pass with 0 rows gets the batch's first row as a
+    filler, which doesn't count.
+    """
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
 
@@ -132,7 +136,8 @@ def weigh_by_count(
 ) -> None:
     """Weight each part by the result of `count` for it, relative to the whole batch's count.
 
-    Every rank has to call this function. `add_up` sums a tensor over the ranks.
+    `sizes` has each rank's number of rows. Every rank has to call this function. `add_up` sums a
+    tensor over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -19,7 +19,8 @@ from .batches import TakenBatch
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
     """Return the batches that share memory with the most inputs of a forward pass.
 
-    Return an empty list if no input shares memory with a batch.
+    `inputs` are the model's nested arguments. Several batches are returned if they match equally
+    well, and none if no input shares memory with a batch.
     """
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
@@ -30,10 +31,11 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the tensors that share memory with the batch, and those at the same address.
+    """Return how many inputs share storage with a batch, and how many also have its addresses.
 
-    The first count alone isn't enough: rows that a data set keeps in memory are in a batch of each
-    epoch.
+    The second number is needed because batches can be views of one tensor, such as a data set that
+    is kept in memory. All of these batches share the tensor's storage, but only the batch that the
+    model computes has tensors at the same addresses.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}

@@ -8,7 +8,7 @@ of the mean loss over all N rows:
 
 A rank's rows pass through these stages, in this order:
 
-    loader       yields them, and says how many rows each rank has         `LoaderSteps.begin`
+    loader       yields them, and reports each rank's number of rows       `LoaderSteps.begin`
       |
     passes       one or several, as memory allows, with their weights      `take_parts`
       |
@@ -26,7 +26,7 @@ A rank's rows pass through these stages, in this order:
 
 A loop that uses `split.step(batch, loss)` or `split.parts(batch)` runs all these stages, and passes
 the batch that it computes. The adapters for transformers' Trainer and Lightning make the parts and
-weight the losses themselves, and give the parts to `Passes.take`. A loop that calls
+weight the losses themselves, and pass the parts to `Passes.take`. A loop that calls
 `loss.backward()` itself has a single pass, which can't be computed again; recognition.py finds out
 which batch it computes.
 """
@@ -59,7 +59,8 @@ from .unowned import UNOWNED
 class LoaderSteps(StepListener):
     """Begins a step with each batch of a loader, and ends it when the loop requests the next batch.
 
-    If `trains` is False, the loader is for validation, and steps aren't timed or reported.
+    `training` is the PlannedTraining that the loader belongs to. If `trains` is False, the loader
+    is for validation, and steps aren't timed or reported.
     """
 
     training: Any
@@ -81,7 +82,11 @@ class LoaderSteps(StepListener):
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a step when the loop gets a batch; `sizes` has each rank's number of rows."""
+        """Begin a step when the loop gets a batch.
+
+        `origin` is the epoch that yields the batch, and `sizes` has each rank's number
+        of rows in it.
+        """
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -95,7 +100,10 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report the step when the loop requests the next batch; then shares may change."""
+        """Report the step when the loop requests the next batch; afterwards shares may change.
+
+        `sizes` has each rank's number of rows in the batch that was trained.
+        """
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
             self.training.end()
@@ -111,7 +119,9 @@ class LoaderSteps(StepListener):
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
     """Run the forward and backward passes of a batch, in as many passes as the plan has.
 
-    Returns this rank's mean loss. This is the implementation of `PlannedTraining.step`.
+    `compute` returns the mean loss over a part. `count` returns the number of items in a part over
+    which that loss is a mean; None means that the items are rows. Returns this rank's mean loss.
+    This is the implementation of `PlannedTraining.step`.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -129,7 +139,8 @@ def take_parts(
 ) -> Generator[Part]:
     """Yield the passes of a batch for a loop to compute.
 
-    This is the implementation of `PlannedTraining.parts`.
+    `count` has the same meaning as in `train_batch`. `models` are the models that are trained; None
+    means all wrapped models. This is the implementation of `PlannedTraining.parts`.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -144,7 +155,10 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide the rank's rows into passes as planned, each weighted for the rank's mean loss."""
+    """Divide this rank's rows of a batch into the planned passes.
+
+    Each pass gets its weight in the rank's mean loss.
+    """
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -158,7 +172,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Enter a context in which backward passes don't all-reduce gradients over the ranks."""
+    """Enter a context in which backward passes don't all-reduce the gradients of `models`."""
     with ExitStack() as stack:
         stack.enter_context(UNOWNED.no_sync())
         for model in models:
@@ -170,8 +184,8 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 class Passes:
     """Computes the passes of a rank's batches one after the other, for loops and all trainers.
 
-    A pass that runs out of memory is computed again in smaller passes; `said` is then called with a
-    Retreat that describes the retry.
+    A pass that runs out of memory is computed again in smaller passes; the callback `said` is then
+    called with a Retreat that describes the retry.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -193,12 +207,12 @@ class Passes:
     ) -> Iterator[Part]:
         """Yield the parts of a batch in turn, in smaller pieces if memory runs out.
 
-        A part has the rows of one pass. The caller computes it in `with part:` and calls
-        `part.backward`.
+        A part has the rows of one pass. The caller computes it in `with part:`
+        and calls `part.backward`.
 
         - `models` all-reduce their gradients only in the last part.
-        - If `exchanges` is empty, another library sums the gradients, so no pass can be computed
-          again.
+        - `exchanges` sum these gradients. If it is empty, another library does, so no pass can be
+          computed again.
         - `begins` is True if `parts` are the first parts of a batch.
         - With `move`, each part is moved to the device before it is computed.
         """
@@ -221,10 +235,11 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part for the caller to compute, moved to the device.
+        """Yield one part for the caller to compute.
 
-        The `models` all-reduce gradients in it only if it is the last part. Afterwards `part.error`
-        isn't empty if memory ran out.
+        With `move`, its tensors are moved to the device first. Unless the part is the last one,
+        `models` don't all-reduce their gradients in it. If memory runs out, `part.error` is set;
+        the part isn't yielded if this happens during the move.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -273,24 +288,29 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Mark the current part as impossible to undo, unless `open` was called for it.
+        """Mark the current part as impossible to undo, because a backward pass has started.
 
-        Called at the start of a loss's backward pass.
+        The part can still be undone if `open` was called before the backward pass.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error as text if the current part can be computed again, else ""."""
+        """Return an error of the current part as text if the part can be computed again, else "".
+
+        The error is the exception that ended the caller's block.
+        """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
 
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Record which exchanges have gradients after a completed pass.
+        """Finish a pass that didn't run out of memory.
 
-        Raises RequestError if the pass ended without a call of `Part.backward`.
+        Record which exchanges have gradients, to detect a zero_grad() between passes. Once all rows
+        of a failed pass are recomputed, discard what was needed to undo it. Raises RequestError if
+        the caller didn't call `Part.backward` in the pass.
         """
         running.part.check_computed()
         if not running.part.turn.last:

@@ -32,7 +32,10 @@ Weigh = Callable[[], float | None]
 
 
 class UnownedTensors:
-    """The unowned tensors of this process, in groups with the same optimizer, dtype and device."""
+    """The unowned tensors of this process, in groups with the same optimizer, dtype and device.
+
+    A tensor is unowned if an optimizer trains it and it is in no module.
+    """
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
@@ -42,7 +45,7 @@ class UnownedTensors:
         self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
-        """Find the unowned tensors that optimizers hold now, and add them in new groups."""
+        """Find the unowned tensors that optimizers hold now, and put new ones into new groups."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -56,8 +59,9 @@ class UnownedTensors:
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that belong to modules; every rank has to call this method.
 
-        Raises RequestError if an optimizer is about to apply gradients of `parameters` that no
-        module owns and that come from this rank's rows alone.
+        `parameters` are those to which an optimizer is about to apply gradients. Raises
+        RequestError if some of them belong to no module and have gradients of this
+        rank's rows alone.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]
@@ -90,9 +94,10 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if all ranks have the same gradients.
+        """True if all ranks have the same gradients; every rank has to call this method.
 
-        They do if a loop copies them from a wrapped model, whose gradients were summed.
+        The gradients are the same if a loop copies them from a wrapped model, whose
+        gradients were summed.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -133,9 +138,10 @@ class TensorGroup:
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Save a gradient, and the tensor's earlier one, before the gradient is accumulated.
+        """Save the gradient of the tensor at index `place`, and the tensor's earlier `.grad`.
 
-        With torch.autograd.grad, `take` isn't called afterwards.
+        Called before the gradient is accumulated, so that `take` can undo the accumulation. With
+        torch.autograd.grad, nothing is accumulated, and `take` isn't called.
         """
         task = backward_number()
         if task != self._task:  # drop the remains of a failed pass
@@ -147,7 +153,11 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Undo the accumulation of a gradient, and save it, weighted, for the all-reduce."""
+        """Undo the accumulation of a tensor's gradient, and save it, weighted, for the all-reduce.
+
+        `place` is the index of `tensor` in the group. Outside of training, the gradient stays in
+        `.grad`. Raises RequestError if the gradient is sparse.
+        """
         weight = self._unowned.weight()
         if weight is None or place not in self._before:
             return
@@ -162,7 +172,7 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce for after those of all wrapped models in a backward pass.
+        """Schedule the all-reduce after those of all wrapped models in the backward pass `task`.
 
         Therefore the order of collectives is the same on every rank.
         """

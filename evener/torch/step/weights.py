@@ -50,9 +50,10 @@ NUMBERS = (
 class BatchWeights(BatchTracker):
     """The rows and weight of one rank in the batch that it computes, under the current `shares`.
 
-    `weigh` selects where the weight is applied: to gradients before they are summed, to the loss by
-    `scale`, or to the loss by a trainer's adapter. `timer` is notified when the last gradient of a
-    step is ready.
+    `weigh` selects where the weight is applied: "gradients" weights gradients before they are
+    summed; with "loss", the loop calls `scale` for each loss; with "trainer", a trainer's adapter
+    weights the losses. `timer` is notified when the last gradient of a step is ready. `noise`
+    measures the noise scale; None means that it isn't requested.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(self.sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Set `lengths_vary` if the rows of this batch have another shape than the last batch's."""
+        """Set `lengths_vary` if rows have another shape in this batch than in the last one."""
         shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -151,7 +152,8 @@ class BatchWeights(BatchTracker):
     def exchange_gradients(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model from now on; return its exchange in a list.
 
-        The list is empty if another library sums the gradients.
+        The list is empty if another library sums the gradients. With a single rank, the exchange
+        only makes it possible to undo a failed pass.
         """
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
@@ -166,7 +168,11 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight a sharded model's gradients before they are reduced; watch its forward passes."""
+        """Weight a sharded model's gradients before they are reduced, and watch its forward passes.
+
+        `sharded` is the model's Sharded object, and `device` is the device to which
+        inputs are moved.
+        """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -176,7 +182,9 @@ class BatchWeights(BatchTracker):
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight a wrapped model's gradients before its exchange sums them.
 
-        If losses are weighted already, the exchange averages the gradients instead.
+        If losses are weighted already, the exchange averages the gradients instead. `exchange` is
+        None if DistributedDataParallel itself sums the gradients; raises RequestError if the noise
+        scale was requested then.
         """
         self.models.add(model)
         if exchange is None:
@@ -195,10 +203,11 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _sample(self, exchange: Exchange) -> None:
-        """Measure the noise scale on this model's gradients, if requested.
+        """Measure the noise scale from the sums of this exchange, if the noise scale was requested.
 
-        If the model was wrapped before, only its new exchange is used. Raises RequestError if
-        the noise scale of another model is measured already.
+        An earlier exchange of the same model, from an earlier wrapping, is no longer used for this.
+        Raises RequestError if another model's gradients are already being measured, because a noise
+        scale describes one model.
         """
         if self.noise is None:
             return
@@ -218,7 +227,10 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Watch each forward pass of the model."""
+        """Determine the batch of each forward pass of a model, for the weight of its gradients.
+
+        Inputs of the model are moved to `device`.
+        """
         self.models.add(model)
         hook_forward(model, device, self.forward)
 
@@ -227,9 +239,9 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `before` is the batch of the earlier outputs in the same backward pass, if any. Raises
-        RequestError if the batch is unknown, or if batches with different weights are in one
-        backward pass.
+        `batch` is the result of `forward`. `before` is the batch of the earlier outputs in the same
+        backward pass, if any. Raises RequestError if the batch is unknown, or if batches with
+        different weights are in one backward pass.
         """
         if isinstance(batch, RequestError):
             raise batch
@@ -255,7 +267,11 @@ class BatchWeights(BatchTracker):
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
-        """Begin the passes of a batch, and return the batch as the loader yielded it."""
+        """Begin the passes of a batch, and return the TakenBatch that the loader recorded for it.
+
+        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown, if
+        other passes are running, or if a trainer's adapter computes the passes.
+        """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
             raise RequestError(
@@ -312,9 +328,9 @@ class BatchWeights(BatchTracker):
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        They have to be equal if ranks synchronize in each pass, as with a sharded model: the rank
-        that needs the most passes determines the number. Raises RequestError if the batch's rows
-        are then assigned by length.
+        The numbers have to be equal if ranks synchronize in each pass, as with a sharded model: the
+        rank that needs the most passes determines the number. Raises RequestError in that case if
+        the batch's rows are assigned by length.
         """
         if not self.equal_passes:
             return 0
@@ -327,10 +343,11 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if parts are being computed; `name` is the called method of the split.
+        """Raise RequestError if parts are being computed.
 
-        Ranks run different numbers of passes, so a collective in each pass would make them wait for
-        each other forever. Raises WholeBatchLoss instead if the loss is being audited.
+        `name` is the method of the split that the program called, such as "gather". Ranks run
+        different numbers of passes, so a collective in each pass would make them wait for each
+        other forever. Raises WholeBatchLoss instead if the loss is being audited.
         """
         self.is_loops &= name not in ("loss", "gather")
         if self._auditing and name in ("loss", "gather"):
@@ -347,7 +364,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Enter a context for audits, in which models compute without being part of a step."""
+        """Enter a context for audits, in which forward passes aren't counted as part of a step."""
         self._auditing = True
         try:
             yield
@@ -357,9 +374,9 @@ class BatchWeights(BatchTracker):
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
         """Return the batch that a wrapped model computes now, which determines gradient weights.
 
-        Return None if no weight is needed. If the batch is unknown, a RequestError is raised if the
-        model is in training mode. Otherwise the error is returned, because there may be no backward
-        pass.
+        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
+        is unknown, a RequestError is raised if the model is in training mode. Otherwise the error
+        is returned, because there may be no backward pass.
         """
         if self._auditing:
             return None
@@ -412,7 +429,7 @@ class BatchWeights(BatchTracker):
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return the initial gradients of a backward pass from losses, weighted as by `scale`.
 
-        `gradients` has the unweighted ones; None stands for ones.
+        `gradients` has the unweighted initial gradients, one for each loss; None stands for ones.
         """
         weight = self.shares.world * self.weight
         made = []
@@ -422,7 +439,10 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """Raise RequestError if an optimizer is about to apply gradients that weren't weighted."""
+        """Raise RequestError if an optimizer is about to apply gradients that weren't weighted.
+
+        `parameters` are the optimizer's parameters that have gradients.
+        """
         if self.are_averaged:
             return
         exchanged = exchanged_parameters()
@@ -470,7 +490,10 @@ def _scale_forgotten() -> RequestError:
 
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
-    """Return the error for an optimizer that trains parameters outside all wrapped models."""
+    """Return the error for an optimizer that trains parameters outside all wrapped models.
+
+    `wrapped` and `missing` are the numbers of parameters inside and outside these models.
+    """
     if not wrapped:
         return RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks "
