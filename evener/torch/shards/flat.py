@@ -1,4 +1,8 @@
-"""A flat: one tensor with several parameters, whole while they are used and otherwise sharded."""
+"""Flats: one-dimensional tensors that hold several parameters each, sharded over the ranks.
+
+They resemble the FlatParameter of FSDP1. A rank stores a contiguous range of a flat, its shard. The
+whole parameters are gathered from all ranks before they are used, and freed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,10 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """The parameters of a unit that are stored in one dtype, and all trained or all frozen.
+    """Parameters of a unit that have the same dtype and are all trained, or all frozen.
 
-    They may be gathered in several dtypes. The ledger `held` counts the flat's bytes.
+    They may be gathered in other dtypes (`Slot.computes`). `slots` are the parameters, `place` is
+    this rank's ShardRank, and `held` is the Ledger that counts the flat's bytes.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
@@ -71,7 +76,10 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return the range of this rank's shard that belongs to a parameter."""
+        """Return the (start, stop) range of this rank's shard that belongs to a parameter.
+
+        Return (0, 0) if the shard contains nothing of the parameter.
+        """
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
@@ -83,9 +91,10 @@ class Flat:
         return self.gathered.gather()
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
-        """Start to fill `whole`, of the shards' dtype, with the ranks' shards.
+        """Start to gather all ranks' shards into `whole`; return the work handles to wait for.
 
-        Returns the work handles to wait for.
+        `shard` is this rank's shard, either of the parameters or of an optimizer state of the same
+        shape. `whole` has the same dtype.
         """
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
@@ -111,7 +120,10 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add the gradient of a whole parameter, times `weight`, to the flat's buffer."""
+        """Add the gradient of one whole parameter, times `weight`, to the flat's buffer.
+
+        The parameter's own gradient is then freed.
+        """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # otherwise it may be infinite
@@ -123,9 +135,10 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _take_all(self, weight: float) -> torch.Tensor:
-        """Move the gradients of whole parameters, times `weight`, to the flat's buffer.
+        """Move the gradients of whole parameters to the flat's buffer, and multiply it by `weight`.
 
-        Returns the buffer. One call for all of them costs the host less time than a call for each.
+        Returns the buffer. A single copy of all gradients costs the host less time than
+        one for each.
         """
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -145,9 +158,10 @@ class Flat:
         return buffer
 
     def keep(self) -> None:
-        """Save the accumulated gradients for a later reduction.
+        """Keep the accumulated gradients in the flat's buffer for the reduction in a later pass.
 
-        The `.grad` of each piece is set meanwhile, so that zero_grad() is detected.
+        Meanwhile the `.grad` of each piece is set to zeros or to its earlier value. If the loop
+        calls zero_grad() too early, the changed `.grad` reveals it.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
@@ -169,7 +183,10 @@ class Flat:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
 
     def receive(self) -> None:
-        """Wait for a running reduction, if any, and accumulate its result."""
+        """Wait for the reduction that `send` started, and add its result to this rank's gradients.
+
+        Return immediately if no reduction is running.
+        """
         if not self._work:
             return
         for work in self._work:
@@ -181,7 +198,7 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free the memory of this rank's gradients if all of them were cleared.
+        """Free the memory of this rank's gradients if the loop has cleared all of them.
 
         The next backward pass allocates it again. Therefore no gradients are in memory while
         activations reach their peak, as in training on one device.
@@ -194,9 +211,9 @@ class Flat:
             slot.view = None
 
     def _make_views(self) -> torch.Tensor:
-        """Return the gradient of this rank's shard.
+        """Return the gradient of this rank's shard; allocate it if necessary.
 
-        It is allocated first if necessary, and each slot gets its view of it.
+        Each slot then gets its view of the gradient.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
@@ -226,7 +243,7 @@ class Flat:
                 )
 
     def forget(self) -> None:
-        """Drop accumulated gradients, and the gradients of a backward pass that failed."""
+        """Drop the gradients of this flat, including those of a backward pass that failed."""
         for work in self._work:
             work.wait()
         if self._grads is not None:
@@ -237,7 +254,10 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each piece after a backward pass if any rank used its parameter."""
+        """Set the `.grad` of each piece after a backward pass if any rank used its parameter.
+
+        `used` tells this for each of `slots`.
+        """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue

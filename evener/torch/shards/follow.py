@@ -1,9 +1,9 @@
 """A rank without rows: it holds a part of a sharded model's state, and computes nothing.
 
-All ranks of a sharded model gather the same units, and reduce their gradients, in the same order. A
-rank without rows has a filler row, whose gradients have weight 0. The rank computes that row until
-two consecutive passes have run the same collectives. From then on it only repeats the collectives
-of such a pass, without computation or activations: the model returns copies of its outputs for the
+All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
+rows gets a filler row, whose gradients have weight 0. The rank computes that row until two
+consecutive passes have run the same collectives. From then on it only repeats the collectives of
+such a pass, without computation or activations: the model returns copies of its outputs for the
 filler row, and the backward pass through these copies takes part in the other ranks' reductions.
 Inputs of other shapes are computed, which also runs the collectives that the other ranks expect.
 """
@@ -50,7 +50,8 @@ class PassRecord:
 class Follower:
     """Records the passes of a rank without rows, and repeats them without computing.
 
-    `root` is the unit of the model itself, and `units` are the other units.
+    `root` is the unit of the model itself, and `units` are the other units. The forward method of
+    the model is replaced.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
@@ -124,7 +125,10 @@ class Follower:
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
-        """Run the gathers and reductions of a recorded backward pass, with gradients of 0."""
+        """Run the gathers and reductions of a recorded backward pass, with gradients of 0.
+
+        Called in the backward pass through the copied outputs.
+        """
         before: Unit | None = None
         for unit, gathers in record.backward:
             if gathers:

@@ -15,7 +15,7 @@ from .slot import Slot
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
     """Return parameters in the order in which a flat holds them: the widest dtypes first.
 
-    So each dtype begins at a multiple of its size in bytes.
+    Therefore the parameters of each dtype begin at a multiple of the dtype's size in bytes.
     """
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
@@ -31,7 +31,10 @@ class Segment:
         self.dtype, self.start, self.stop, self.byte = dtype, start, stop, byte
 
     def byte_of(self, element: int) -> int:
-        """Return the first byte of one of the flat's elements; `stop` gives the segment's end."""
+        """Return the first byte of the flat's element with this index.
+
+        For the index `stop`, return the end of the segment.
+        """
         return self.byte + (element - self.start) * int(self.dtype.itemsize)
 
 
@@ -66,7 +69,7 @@ class Gathered:
         self._copies = self._pair_with(shard, *ranges[place.rank])
 
     def view_of(self, slot: Slot) -> torch.Tensor:
-        """Return a parameter's whole tensor in the block, which must have memory."""
+        """Return the whole tensor of a parameter as a view of the block, which must have memory."""
         for segment, typed in zip(self._segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start
@@ -74,7 +77,7 @@ class Gathered:
         raise KeyError(slot.computes)
 
     def gather(self) -> list[Any]:
-        """Allocate the block and start to gather it; return the handles to wait for."""
+        """Allocate the block and start to gather it; return the work handles to wait for."""
         self._storage.resize_(self.size)
         with torch.no_grad():
             for target, source in self._copies:
@@ -99,7 +102,8 @@ class Gathered:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the pairs of (target, source) that copy this rank's elements to the block.
 
-        A rank that is measured alone fills each segment with copies of its elements.
+        `shard` has this rank's elements, which are the flat's elements from `start` to `stop`. A
+        rank that is measured alone fills each segment with copies of its elements.
         """
         pairs = []
         for segment, typed in zip(self._segments, self._typed, strict=True):
@@ -113,7 +117,10 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return the segments of a flat; the last one includes the padding up to `elements`."""
+    """Return the segments of a flat with these parameters, one segment for each dtype.
+
+    The last segment includes the padding up to `elements`.
+    """
     made: list[Segment] = []
     byte = 0
     for dtype, same in groupby(slots, lambda slot: slot.computes):

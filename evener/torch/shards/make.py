@@ -78,7 +78,8 @@ def shard(
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it; see `Split.shard`.
 
-    `casts` is the dtype of an autocast that surrounds each forward pass of the model.
+    `level` is the argument `shard` of that method: "all" or "state". `casts` is the dtype of an
+    autocast that surrounds each forward pass of the model, or None.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -124,7 +125,10 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces."""
+    """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces.
+
+    `units` are the units by name. `dtype`, `keeps` and `casts` are passed to Sharded.
+    """
     if place.device.type == "cpu":
         return_memory()
     for module in model.modules():
@@ -144,7 +148,7 @@ def cut_model(
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
-    """Raise RequestError if the model or training doesn't support shards."""
+    """Raise RequestError if the model or an option of the training run doesn't support shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -179,8 +183,8 @@ def _parts(
     """Return each rank's part of the state, as relative sizes.
 
     The parts are `state` if it is specified, else those in the plan. Without either, they are in
-    proportion to each rank's memory, minus the `beside()` bytes that gathered units need. Raises
-    RequestError unless each rank has a part above 0.
+    proportion to each rank's memory, minus the `beside()` bytes that are needed in addition to the
+    state. Raises RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
@@ -196,7 +200,8 @@ def _parts(
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
     """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
 
-    Ranks on CPUs share the memory of their host, so they get equal parts.
+    `beside` is the number of bytes that a rank needs in addition to its state. Ranks on CPUs share
+    the memory of their host, so they get equal parts.
     """
     own = 1.0
     if training.device.type == "cuda":
@@ -220,7 +225,7 @@ def _refuse(*_: Any) -> None:
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
-    `replaced` are the model's parameters before it was sharded.
+    `replaced` are the parameters that were replaced with pieces; an optimizer must not train them.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -264,9 +269,9 @@ def sum_norms(
 ) -> Any:
     """Return the norm of gradients, including the shards of other ranks.
 
-    `norm` is torch's function for the gradients of one process, and `kind` is the order of the
-    norm. Raises RequestError for order 0, and RuntimeError if the norm isn't finite although
-    `error_if_nonfinite` is True.
+    `norm` is PyTorch's function for the gradients of one process, `tensors` are this rank's
+    gradients, and `kind` is the order of the norm. Raises RequestError for order 0, and
+    RuntimeError if the norm isn't finite although `error_if_nonfinite` is True.
     """
     shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]
@@ -295,7 +300,10 @@ def _list_shard_gradients() -> set[int]:
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of all ranks' gradient shards, in the widest of their dtypes."""
+    """Return the norm of all ranks' gradient shards, in the widest of their dtypes.
+
+    `own` has this rank's shards, and `kind` is the order of the norm.
+    """
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
@@ -305,7 +313,7 @@ def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Ten
     """Return the norm over all ranks, computed from the norm of each rank.
 
     `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.
-    The sum is computed in float64, because powers of half-precision values overflow.
+    The powers of the norms are summed in float64, because powers of half-precision values overflow.
     """
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
@@ -326,9 +334,10 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Replace the parameters `replaced` in an optimizer with the pieces of the sharded model.
+    """Replace the parameters `replaced` in an optimizer with the parameters of the sharded `model`.
 
-    Raises RequestError if the optimizer already has state.
+    `replaced` has the model's parameters before sharding, in the same order. Raises RequestError if
+    the optimizer already has state.
     """
     if optimizer.state:
         raise RequestError(
@@ -341,13 +350,13 @@ def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
 
 
 def find(optimizer: Any) -> Sharded | None:
-    """Return the sharded model whose pieces an optimizer trains, or None."""
+    """Return the sharded model whose parameters an optimizer trains, or None."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return next((each for each in _all if not trained.isdisjoint(map(id, each.parameters))), None)
 
 
 def find_pieces(optimizer: Any) -> bool:
-    """True if an optimizer trains pieces of parameters."""
+    """True if an optimizer trains pieces of parameters, not only whole ones of a sharded model."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 
@@ -370,7 +379,8 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
     """Check an optimizer before its first step.
 
-    Raises RequestError if the optimizer can't train a sharded model's pieces.
+    `sharded` is the sharded model that it trains, or None. Raises RequestError if the optimizer
+    can't train pieces, or still has the parameters from before sharding.
     """
     if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
         raise RequestError(

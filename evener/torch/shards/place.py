@@ -19,7 +19,8 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
     is measured without other ranks: it fills gathered parameters with copies of its own shard, and
-    reduces its gradients with no other rank. `first` is the first rank that computes rows.
+    reduces its gradients with no other rank. `first` is the first rank that computes rows; its
+    buffers are copied to all ranks.
     """
 
     rank: int
@@ -37,16 +38,19 @@ class ShardRank(msgspec.Struct, frozen=True):
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Return each rank's (start, stop) range of a flat, in proportion to `parts`.
 
-    The flat may be padded, so that each rank holds at least one element.
+    `elements` is the number of the flat's elements. The last range may end after it,
+    because the flat is padded to a multiple of the number of ranks, so that each rank holds
+    at least one element.
     """
     ranks = len(parts)
     return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
 
 
 class Parts:
-    """The ranks' parts of one tensor, of any sizes, and the collectives over them.
+    """The ranks' parts of one tensor, which may differ in size, and the collectives over them.
 
-    `ranges` are the (start, stop) range of each rank's part.
+    `ranges` has the (start, stop) range of each rank's part in the tensor `whole`. `rank` is this
+    rank, and `on_nccl` is True if NCCL is the backend.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Parts:
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
-        """Start to fill the tensor with each rank's own part; return the handles to wait for."""
+        """Start to fill the tensor with all ranks' parts; return the work handles to wait for."""
         with own_collectives():
             if not self._on_nccl:
                 return [
@@ -73,7 +77,7 @@ class Parts:
     def reduce(self) -> list[Any]:
         """Start to sum the ranks' tensors; each rank receives the sum of its own part.
 
-        Returns the handles to wait for.
+        Return the work handles to wait for.
         """
         with own_collectives():
             if not self._on_nccl:

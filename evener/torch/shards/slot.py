@@ -1,4 +1,7 @@
-"""A parameter of a sharded model: its names, its whole tensor, and this rank's piece of it."""
+"""A parameter of a sharded model: its names, its whole tensor, and this rank's piece of it.
+
+The piece is the part of the parameter in this rank's shard.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,18 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the piece's gradient hasn't been cleared or changed since `keep` saved it."""
+        """True if the piece's gradient hasn't been cleared or changed since `keep` recorded it.
+
+        `keep` is called after a pass whose gradients are reduced in a later pass.
+        """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
     def point_to(self, parameter: Any) -> None:
-        """Make `parameter` the parameter of the modules that own this slot."""
+        """Make `parameter` the parameter of all modules that own this slot.
+
+        It is either the whole parameter or this rank's piece.
+        """
         for module, name in self.owners:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters

@@ -24,7 +24,7 @@ LARGE_LAYER = 0.3
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """Return the units of a model by name; no unit is inside another.
 
-    `wanted` are the units' classes or modules. By default, units are the blocks of the model's
+    `wanted` are the units' classes or modules. If it is None, units are the blocks of the model's
     outermost ModuleLists, and other layers with at least 0.3 of the smallest block's parameters,
     such as embeddings. Without such blocks, units are modules with up to an eighth of the model's
     parameters. Raises RequestError if `wanted` matches no module.
@@ -52,7 +52,8 @@ def _find(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the outermost modules for which `takes` returns True.
 
-    The search descends into other modules only if `enters` returns True for them.
+    `name` is the prefix of the names inside `module`, such as "encoder.". The search descends into
+    other modules only if `enters` returns True for them.
     """
     for each, child in module.named_children():
         if takes(child):
@@ -133,7 +134,8 @@ def _walk(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield the path of each module, the module itself, and the name of its unit.
 
-    A module that is used in several places is yielded once per place.
+    `path` and `unit` are those of `module`, and `units` has the names of units by the ids of their
+    modules. A module that is used in several places is yielded once per place.
     """
     unit = units.get(id(module), unit)
     yield path, module, unit
@@ -162,10 +164,12 @@ def _check_kind(name: str, tensor: Any) -> None:
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     """Return the dtype in which a parameter is gathered.
 
-    That is `dtype` if specified. Otherwise the float32 parameters of linear layers are gathered in
-    `casts`, because an autocast casts them to that dtype whenever the layers compute. The results
-    are the same, gathering needs half the bytes, and the backward pass needs no cast copies. All
-    others keep their own dtype.
+    `dtype` is the one requested for all parameters, or None, and `casts` is the dtype of an
+    autocast around the model, or None. With `dtype`, all floating-point parameters are gathered in
+    it. Otherwise the float32 parameters of linear layers are gathered in `casts`, because an
+    autocast casts them to that dtype whenever the layers compute. The results are the same,
+    gathering needs half the bytes, and the backward pass needs no cast copies. All others keep
+    their own dtype.
     """
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
@@ -178,15 +182,19 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """True for an embedding, whose backward pass doesn't read its parameters."""
+    """True for an embedding whose backward pass doesn't read its parameters.
+
+    An embedding with `max_norm` isn't included.
+    """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 class Unit:
-    """A module whose parameters are stored in flats.
+    """A module whose parameters are gathered and freed together; they are stored in flats.
 
     All parameters in a flat are stored in the same dtype, and are all trained or all frozen. `name`
-    is "" for the model itself.
+    is "" for the model itself. `dtype` and `casts` are passed to `choose_dtype`, and `held` is the
+    Ledger that counts the unit's bytes.
     """
 
     def __init__(
@@ -218,13 +226,13 @@ class Unit:
         self._work: list[Any] | None = None  # work handles of a running gather
 
     def begin_gather(self) -> None:
-        """Start to gather the whole parameters, unless they are gathered already."""
+        """Start to gather the whole parameters, unless they are gathered or being gathered."""
         if not self.gathered and self._work is None:
             self.met(self, True)
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Gather the whole parameters if needed, and make the modules use them."""
+        """Gather the whole parameters if needed, wait for them, and make the modules use them."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -235,14 +243,17 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Point the modules to this rank's pieces; keep the whole parameters in memory."""
+        """Make the modules use this rank's pieces, but keep the whole parameters in memory.
+
+        Nothing is done if the unit isn't gathered.
+        """
         if self.gathered:
             self.hidden = True
             for slot in self.slots:
                 slot.point_to(slot.piece)
 
     def free(self) -> None:
-        """Free the whole parameters, and point the modules to this rank's pieces."""
+        """Free the whole parameters, and make the modules use this rank's pieces."""
         if self._work is not None:
             self.gather()
         if not self.gathered:
@@ -254,7 +265,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Free the whole parameters, even if a gather of them didn't complete."""
+        """Free the whole parameters after an error, without waiting for a running gather."""
         self._work, self.gathered, self.hidden = None, False, False
         for slot in self.slots:
             slot.point_to(slot.piece)
@@ -275,7 +286,7 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop accumulated gradients, and the gradients of a backward pass that failed."""
+        """Drop the gradients of this unit, including those of a backward pass that failed."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()
