@@ -15,7 +15,7 @@ from .sharded import Sharded
 
 
 def find_names(model: Any, sharded: Sharded) -> list[str]:
-    """Return the names of the parameters that PEFT saves, and of all trained parameters.
+    """Return the names of the parameters to write: those that PEFT saves, and all trained ones.
 
     PEFT may save more than adapters, such as resized embeddings. It is therefore called with a
     state dict of empty tensors to see which of them it saves.
@@ -32,9 +32,9 @@ def find_names(model: Any, sharded: Sharded) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write PEFT's adapter files of a model; `tensors` are the whole parameters.
+    """Write PEFT's adapter files of a model to a folder.
 
-    Each file replaces the older one atomically.
+    `tensors` are the whole parameters by name. Each file replaces the older one atomically.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-") as made:
         model.save_pretrained(made, state_dict=dict(tensors))

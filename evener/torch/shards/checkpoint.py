@@ -67,7 +67,8 @@ def find_sharded(model: Any) -> Sharded:
 def model_state(model: Any) -> Tensors:
     """Return the model's whole parameters and buffers on rank 0, and an empty dict on other ranks.
 
-    The names are the same as in `state_dict`; the tensors are in host memory.
+    The names are the same as in `state_dict`; the tensors are in host memory. Every rank has to
+    call this function.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -80,8 +81,8 @@ def model_state(model: Any) -> Tensors:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """Return the optimizer's whole state on rank 0, and an empty dict on other ranks.
 
-    The state has the same form as the optimizer's `state_dict` for the whole model. Raises
-    RequestError if the optimizer doesn't train a sharded model.
+    The state has the same form as the optimizer's `state_dict` for the whole model. Every rank has
+    to call this function. Raises RequestError if the optimizer doesn't train a sharded model.
     """
     sharded = find(optimizer)
     if sharded is None:
@@ -103,7 +104,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
-    """Yield the flats that are in checkpoints: all except packed weights."""
+    """Yield the flats that are written to checkpoints: all except packed (4-bit) weights."""
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -117,8 +118,8 @@ def _whole_slots(sharded: Sharded) -> list[Slot]:
 def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
     """Yield dicts of whole parameters by name, in host memory, one dict for each flat.
 
-    The dicts are empty on ranks other than 0. If `wanted` isn't empty, flats that contain none of
-    these names are skipped.
+    The last dict has the unsharded parameters. The dicts are empty on ranks other than 0. If
+    `wanted` isn't empty, flats that contain none of these names are skipped.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
@@ -137,7 +138,8 @@ def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
     """Return a flat's whole tensors by name, in host memory; an empty dict on ranks other than 0.
 
-    `shard` is this rank's shard, either of the parameters or of one kind of optimizer state.
+    `shard` is this rank's shard, either of the parameters or of one kind of optimizer state, such
+    as Adam's exp_avg.
     """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -174,7 +176,7 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
-    """Yield a dict of a flat's whole state for each kind of state."""
+    """Yield a dict of a flat's whole optimizer state for each kind of state, such as exp_avg."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
     for kind in dict.fromkeys(kinds):
@@ -191,14 +193,17 @@ def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of a parameter's optimizer states that are sharded like the parameter."""
+    """Return the names of the tensors in a parameter's optimizer state that are sharded with it.
+
+    These are the tensors with at least one axis, such as "exp_avg", but not step counters.
+    """
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's counters, such as steps, with the keys "parameter/kind".
+    """Return the optimizer's scalar state, such as step counters, with the keys "parameter/kind".
 
-    They are the same on all ranks.
+    The values are the same on all ranks.
     """
     return {
         f"{slot.names[0]}/{kind}": float(value)
@@ -219,9 +224,10 @@ def _names(sharded: Sharded, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: their options, and their numbers of parameters.
+    """Return the optimizer's parameter groups in a JSON-serializable form.
 
-    Tensors among the options are converted to scalars.
+    A group has its options, with tensors converted to numbers. Under "params", it has its
+    number of parameters.
     """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
@@ -231,7 +237,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with numbered parameters, as in an optimizer's `state_dict`."""
+    """Return groups from `_groups` with the indices of parameters, as in a `state_dict`."""
     numbers = count()
     return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
 
@@ -244,8 +250,9 @@ def save(
 ) -> None:
     """Write the model, and the optimizer's state if one is passed, to a folder on rank 0.
 
-    `extra` is any JSON-serializable object. Raises RequestError on every rank if the checkpoint
-    can't be written; an earlier checkpoint in the folder then stays intact.
+    `extra` is any JSON-serializable object, which `load` returns. Every rank has to call this
+    function. Raises RequestError on every rank if the checkpoint can't be written; an earlier
+    checkpoint in the folder then stays intact.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -275,7 +282,8 @@ def save(
 class _Writer:
     """Writes a checkpoint's files first, and then the index that names them.
 
-    `fault` is the message of the first error, or "".
+    `writes` is True on the rank that writes, and `index` is the base name of the index. `fault` is
+    the message of the first error, or "".
     """
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
@@ -309,7 +317,7 @@ class _Writer:
         _safetensors()
 
     def write(self, kind: str, tensors: Tensors) -> None:
-        """Write these tensors to a file."""
+        """Write these tensors to a new file; `kind` is "model" or "optimizer"."""
         if tensors:
             self.run(lambda: self._write(kind, tensors))
 
@@ -323,7 +331,11 @@ class _Writer:
         self._size += sum(each.numel() * each.element_size() for each in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Replace the index, and remove the files of the previous checkpoint."""
+        """Replace the index, and remove the files of the previous checkpoint.
+
+        `rest` has further entries of the index: the optimizer's groups, names and
+        counters, and `extra`.
+        """
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
             "metadata": {"total_size": self._size, "evener": own},
@@ -352,13 +364,13 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Return rank 0's value on every rank."""
+    """Return the value that rank 0 passes on every rank; every rank has to call this function."""
     with own_collectives():
         return broadcast_message(own)
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if `fault` isn't empty on rank 0."""
+    """Raise RequestError on every rank if `fault`, a message, isn't empty on rank 0."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
@@ -391,7 +403,10 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
 def _read_optimizer(
     reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's shard of the stored optimizer state."""
+    """Return this rank's part of the stored optimizer state, in the form of a `state_dict`.
+
+    `own` has evener's entries in the index.
+    """
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
 
@@ -414,7 +429,10 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's shards of the stored states of a flat's parameters, with their names."""
+    """Yield the name and this rank's shard of each stored optimizer state of a flat's parameters.
+
+    `stored` has the names of all stored states, such as "head.weight/exp_avg".
+    """
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
     kinds = dict.fromkeys(name.rpartition("/")[2] for name in stored if name in names)
@@ -428,7 +446,11 @@ def _read_states(
 
 
 class _Reader:
-    """Reads tensors by name on rank 0, and sends each rank its part."""
+    """Reads tensors by name on rank 0, and sends each rank its part.
+
+    `reads` is True on rank 0, and `index` is the base name of the index. `fault` is the message of
+    the first error in reading a tensor, or "".
+    """
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
         self._folder, self._reads, self._index = folder, reads, index
@@ -490,10 +512,10 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's shard of a flat's parameters or of their optimizer state.
+        """Return this rank's shard of a flat's parameters, or of one kind of their optimizer state.
 
         `kind` is "" for the parameters, or for example "/exp_avg" for a kind of state. Tensors that
-        aren't in the checkpoint are filled with zeros.
+        aren't in the checkpoint are filled with zeros. `dtype` is the dtype of the result.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -517,7 +539,10 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return these tensors of the checkpoint, unsharded, on every rank."""
+        """Return the tensors with these names, unsharded and on `device`, on every rank.
+
+        Tensors that aren't in the checkpoint, or can't be read, are left out.
+        """
         found = {name: self._get(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -534,7 +559,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Copy the buffers in the checkpoint to the model on every rank."""
+        """Copy the buffers in the checkpoint to the model's buffers on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)

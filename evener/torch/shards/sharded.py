@@ -42,10 +42,11 @@ _SIMPLE = (
 class Sharded:
     """Gathers the units of `model`, and weights and reduces their gradients like an Exchange.
 
-    `dtype` is the dtype of the whole parameters if it differs from the shards' dtype, and `casts`
-    is the dtype of an autocast around the model. With `keeps`, parameters and gradients stay whole
-    through all passes of a batch: the model isn't divided into units then, and its gradients are
-    reduced once, in the backward pass that isn't under no_sync.
+    `units` are the model's units by name, and `place` is this rank's ShardRank. `dtype` is the
+    dtype of the whole parameters, or None if it is that of the shards, and `casts` is the dtype of
+    an autocast around the model, or None. With `keeps`, parameters and gradients stay whole through
+    all passes of a batch: the model isn't divided into units then, and its gradients are reduced
+    once, in the backward pass that isn't under no_sync.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """From now on, run only the collectives, because this rank has state but no rows."""
+        """From now on, run the model's collectives without computing.
+
+        It is called on a rank that holds state but has no rows.
+        """
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _hook(self) -> None:
@@ -145,7 +149,10 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return False, or raise RequestError if another exchange would handle these parameters."""
+        """Raise RequestError if a parameter with an id in `parameters` is sharded; return False.
+
+        An exchange calls this method before it sums the gradients of these parameters.
+        """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
                 "The model is sharded, and its gradients are summed already.",
@@ -154,7 +161,7 @@ class Sharded:
         return False
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients computed from now on."""
+        """Set the weight of this rank's gradients that are computed from now on."""
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
@@ -176,7 +183,11 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that followed it last time."""
+        """Gather a unit before it computes, and prefetch the unit that followed it last time.
+
+        A unit that is recomputed in a backward pass, for activation checkpointing,
+        is only gathered.
+        """
         if _in_backward():  # recomputed for activation checkpointing
             unit.gather()
             return
@@ -215,7 +226,10 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit that has computed, unless the backward pass begins with it."""
+        """Free a unit that has computed, unless the backward pass begins with it.
+
+        `outputs` are the results of the unit.
+        """
         if _in_backward():
             self._follow_outputs(unit, outputs)
             return
@@ -233,7 +247,7 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register hooks that gather the unit in the backward pass.
+        """Register hooks on a unit's outputs that gather the unit in the backward pass.
 
         Return False if no output requires a gradient. Raises RequestError if the outputs are
         objects whose tensors can't be found.
@@ -280,7 +294,8 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Start a backward pass, or continue the current one with outputs of this batch.
 
-        Raises RequestError if the pass is run with create_graph=True.
+        `batch` is the batch from which the outputs were computed. Raises RequestError if the pass
+        is run with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RequestError(
@@ -303,7 +318,10 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit before its gradients are computed, and prefetch the unit after it."""
+        """Gather a unit before its gradients are computed, and prefetch the unit that follows.
+
+        In a backward pass, that is the unit before it in the forward pass.
+        """
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -316,7 +334,8 @@ class Sharded:
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
         """Start to reduce the complete gradients of a unit, and free the unit.
 
-        A unit used outside its forward pass waits until the backward pass is over.
+        A unit that was used outside its forward pass is only reduced at the end of the backward
+        pass, when `is_over` is True.
         """
         if unit in self._outside and not is_over:
             return
@@ -328,18 +347,18 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Mark a unit whose gradients are to be reduced; start the backward pass if necessary."""
+        """Record that a unit has gradients to reduce; start the backward pass if necessary."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Start the backward pass, if necessary, before a whole parameter gets its gradient."""
+        """Start the backward pass, if necessary, before an unsharded parameter gets a gradient."""
         if self._task is None:
             self.arm(self._batch)
 
     def _end(self) -> None:
-        """Finish the backward pass: reduce the remaining gradients, or save them for later."""
+        """Finish the backward pass: reduce the remaining gradients, or keep them for later."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -357,7 +376,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Save a pass's gradients for a later reduction; keep parameters whole until then."""
+        """Keep a pass's gradients for a later reduction, and parameters whole until then."""
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
@@ -366,7 +385,7 @@ class Sharded:
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
         """Raise RequestError if gradients that wait for a reduction were cleared.
 
-        `is_there` returns True if the gradient of a parameter still exists.
+        `is_there` returns True if the gradient of a slot still exists.
         """
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
@@ -376,7 +395,7 @@ class Sharded:
             )
 
     def _settle(self) -> None:
-        """Set the `.grad` of each parameter that any rank used."""
+        """Set the `.grad` of each parameter that any rank used in the backward pass."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         fired += self._add_up_whole()
@@ -392,9 +411,9 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """Sum the gradients of parameters that aren't sharded; return whether each was used here.
+        """Sum the gradients of unsharded parameters; return whether this rank used each of them.
 
-        Return an empty list if there are none, or if later passes add to the sum.
+        Return an empty list if there are no such parameters, or if later passes add to the sum.
         """
         if self.whole is None:
             return []
@@ -405,9 +424,9 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return whether any rank used each parameter.
+        """Return whether any rank used each parameter; `fired` tells which ones this rank used.
 
-        Also copies the buffers of the first rank that has rows to all ranks.
+        The buffers of the first rank that has rows are also copied to all ranks.
         """
         if self.place.single_rank:
             return fired
@@ -421,9 +440,10 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags as a tensor on the device.
+        """Return the flags `fired` as a tensor on the device.
 
-        The last tensor is kept for equal flags, because the host waits for each copy to the device.
+        The last tensor is kept, and is copied for equal flags, because the host waits for each copy
+        to the device.
         """
         known = tuple(fired)
         if known != self._known_flags[0]:
@@ -442,7 +462,7 @@ class Sharded:
                 spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
-        """Drop the gathered units and the gradients of a pass that raised an error."""
+        """Drop the gathered units and all gradients after a pass that raised an error."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -471,7 +491,8 @@ class Sharded:
 class LayerParameters(dict[str, Any]):
     """The `_parameters` dictionary of a layer that is a unit.
 
-    Code that reads a parameter during the model's forward pass gets the whole parameter.
+    If code reads a parameter while the model computes, the layer is gathered first, so the code
+    gets the whole parameter.
     """
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
@@ -484,13 +505,16 @@ class LayerParameters(dict[str, Any]):
 
 
 class UnitHooks:
-    """The hooks of a unit's module and parameters."""
+    """The hooks of a unit's module and parameters, which call the methods of `sharded`."""
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gather the unit before its forward pass, and mark where its backward pass ends."""
+        """Gather the unit before its forward pass, and cast the model's inputs.
+
+        The inputs are passed through `_UnitInputs`, to detect when the unit's backward pass ends.
+        """
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
         unit, sharded = self._unit, self._sharded
@@ -509,7 +533,10 @@ class UnitHooks:
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
-        """Return the hook of a whole parameter, called when its gradient is computed."""
+        """Return the hook of the whole parameter in `slot`, called when its gradient is computed.
+
+        `flat` is the flat that contains the slot.
+        """
 
         unit, sharded = self._unit, self._sharded
 
@@ -550,7 +577,10 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 
 
 def _look_into(outputs: Any) -> Iterator[Any]:
-    """Yield the tensors in outputs, and the objects that may hide tensors."""
+    """Yield the tensors in nested outputs, and the objects that may hide tensors.
+
+    Values of simple types, such as numbers and strings, are skipped.
+    """
     fields = getattr(outputs, "__dataclass_fields__", None)
     if isinstance(outputs, _SIMPLE):
         return

@@ -32,6 +32,7 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
     gradients of a unit: in the dtype in which they were computed, and in a buffer in their shards'
     dtype. An embedding isn't whole while its gradients are reduced. Added to that are the unsharded
     parameters with their gradients and optimizer state, and the statistics of packed weights.
+    `units` are the units by name; `dtype` and `casts` are those of `choose_dtype`.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
@@ -59,12 +60,15 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes of gradients while they are reduced."""
+        """The bytes of gradients while they are reduced: the gradients and their buffer."""
         return self.gradients + self.buffer
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the two largest units whole: one that computes, and the next one."""
+    """Return the bytes of the two largest units whole.
+
+    While one unit computes, the next one is already being gathered.
+    """
     return sum(sorted((each.gathered for each in units), reverse=True)[:2])
 
 
@@ -84,8 +88,9 @@ def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any)
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
-    Return an empty list if these parameters, their gradients and their optimizer state would take
-    more than a quarter of the model's bytes.
+    `parameters` are those of each unit, by the unit's name. Return an empty list if the
+    trained ones, their gradients and their optimizer state would take more than a quarter of
+    the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -99,7 +104,7 @@ class WholeParameters:
 
     A hook moves each parameter's gradient, times this rank's weight, to the buffer as soon as the
     gradient is computed. The buffer is all-reduced once per batch; then gradients from before the
-    batch are added to it.
+    batch are added to it. `held` is the Ledger that counts the bytes.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
@@ -135,7 +140,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Start a backward pass: set earlier gradients aside, and clear `.grad`."""
+        """Start a backward pass: set gradients from before the batch aside, and clear `.grad`."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -161,9 +166,10 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are all-reduced later, after the next pass.
+        """End a backward pass whose gradients are all-reduced after a later pass.
 
-        The `.grad` of each parameter is set meanwhile, so that zero_grad() is detected.
+        Meanwhile the `.grad` of each parameter is a view of the buffer. If the loop calls
+        zero_grad() too early, the changed `.grad` reveals it.
         """
         self.waits = True
         for slot in self.slots:
@@ -172,7 +178,7 @@ class WholeParameters:
                 slot.kept = slot.piece.grad._version
 
     def add_up(self) -> None:
-        """All-reduce the gradients over the ranks."""
+        """All-reduce the gradients of the batch over the ranks."""
         if not self._views:
             self._open()  # this rank used none of them
         if not self._place.single_rank:
@@ -181,7 +187,10 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each parameter that any rank used to its all-reduced gradient."""
+        """Set the `.grad` of each parameter that any rank used to its all-reduced gradient.
+
+        `used` tells this for each of `slots`. Gradients from before the batch are added.
+        """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):
             before = earlier.get(slot)
@@ -196,7 +205,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that failed, and those of earlier passes."""
+        """Drop the gradients of all passes, including those of a backward pass that failed."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None

@@ -19,7 +19,10 @@ from ..rows.structure import tensors_in
 
 
 class TakenBatch:
-    """A batch that a loader yielded: the rows of each rank, and weak references to its tensors."""
+    """A batch that a loader yielded: the rows of each rank, and weak references to its tensors.
+
+    `origin` is the epoch that the batch is from, and `sizes` has each rank's number of rows.
+    """
 
     __slots__ = ("number", "origin", "sizes", "tensors", "used")
 
@@ -40,7 +43,7 @@ class TakenBatch:
         return any(tensor() is not None for tensor in self.tensors)
 
     def weighs_as(self, other: TakenBatch) -> bool:
-        """True if every rank has the same fraction of both batches."""
+        """True if each rank has the same fraction of the rows in both batches."""
         total, others = sum(self.sizes), sum(other.sizes)
         return self.sizes == other.sizes or all(
             mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
@@ -62,7 +65,10 @@ Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that have the most tensors in `data`, compared by identity."""
+    """Return the batches that have the most tensors in `data`, compared by identity.
+
+    Return an empty list if no batch has a tensor in `data`.
+    """
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)
@@ -86,7 +92,11 @@ class BatchTracker:
         self._only: TakenBatch | None = None  # the current batch, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Make a loader's next batch the current one."""
+        """Make a loader's next batch the current one.
+
+        `origin` is the epoch that yields the batch, `sizes` has each rank's number of rows, and
+        `data` is the batch itself.
+        """
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             others = [each for each in self._epochs if each not in (origin, self._manual)]
@@ -101,7 +111,10 @@ class BatchTracker:
         self._only = taken if len(self._epochs) == 1 and follows else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch that no loader yielded; it lasts until a loader yields its next batch."""
+        """Begin a batch that no loader yielded; it lasts until a loader yields its next batch.
+
+        `sizes` has each rank's number of rows.
+        """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
@@ -127,8 +140,9 @@ class BatchTracker:
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
         """Return the batch that `data` belongs to, or None if no loader has yielded a batch.
 
-        `training` is True if the model is in training mode. Raises RequestError if several batches
-        are possible and they weight the ranks differently.
+        `training` is True if the model is in training mode. `match` selects the batches that `data`
+        most likely belong to. Raises RequestError if several batches are possible and they weight
+        the ranks differently.
         """
         found = self._only
         if found is None:
@@ -161,9 +175,10 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches the data, or None if the choice makes no difference.
+        """Return the batch that matches `data`, or None if the choice makes no difference.
 
-        Raises RequestError if the batch is ambiguous and the choice makes a difference.
+        `epochs` are those that may contain the batch. Raises RequestError if the batch is ambiguous
+        and the choice makes a difference.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -195,14 +210,17 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if each of these batches, from `epochs` epochs, leads to the same weights."""
+    """True if each of the batches in `possible` leads to the same weights.
+
+    `epochs` is the number of epochs that the batches may be from.
+    """
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
     return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a batch of an ended epoch may still be computed."""
+    """True if the epoch `epoch` may still have a batch to compute after `ended` has ended."""
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 

@@ -35,7 +35,10 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks each optimizer before its first step, and again if its parameters change."""
+    """Checks each optimizer before its first step, and again if its parameters change.
+
+    It does so in a hook that PyTorch calls before each optimizer step.
+    """
 
     def __init__(self) -> None:
         # step schedules once per batch; accelerate by default steps them once per process
@@ -138,7 +141,8 @@ _STATE_TENSORS = {
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
     """Raise DeviceError if the optimizer's state doesn't fit into memory.
 
-    Otherwise the first step would fail after updating some of the weights.
+    `trained` are the optimizer's parameters that have gradients. Without this check, the first step
+    would fail after updating some of the weights.
     """
     if optimizer.state:
         return
@@ -180,7 +184,10 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """True if there is memory for `tensors` tensors of each parameter's size."""
+    """True if there is memory for `tensors` tensors of each parameter's size.
+
+    To find out, these tensors are allocated and freed again.
+    """
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
@@ -201,7 +208,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if a step would apply gradients from this rank's rows alone."""
+    """Raise RequestError if the next step would apply gradients of this rank's rows alone."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}

@@ -27,14 +27,20 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory."""
+    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory.
+
+    Libraries' errors are recognized by their messages.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames, and return the error as text."""
+    """Clear the local variables in an error's stack frames, and return the error as text.
+
+    Otherwise these variables would keep the failed pass's tensors in memory.
+    """
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -88,7 +94,7 @@ def describe_memory(device: torch.device) -> str:
 
 @dataclass
 class RunningPass:
-    """The pass that is being computed."""
+    """The pass that is being computed, with what is needed to undo it."""
 
     part: Part
     state: PassState  # before the pass
@@ -104,7 +110,7 @@ class RunningPass:
 class Recovery:
     """Undoes a rank's passes that run out of memory, and limits the rows of later passes.
 
-    `said` is called with a Retreat for each such pass.
+    The callback `said` is called with a Retreat for each such pass.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -129,12 +135,15 @@ class Recovery:
     def advise(self, error: BaseException) -> str:
         """Return advice to print below an error that ends this process.
 
-        Return "" unless memory ran out.
+        Return "" unless the error means that memory ran out.
         """
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
-        """Begin a batch; other processes may have freed memory before it."""
+        """Begin a batch, and raise the limit of rows per pass if memory probably suffices.
+
+        See `PassLimit.begin_batch`.
+        """
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
@@ -144,10 +153,11 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if its pass can be computed again, else an empty string.
+        """Return the error as text if its pass can be computed again, else "".
 
         The pass can be computed again if memory ran out before one of its backward passes ended.
-        Raises DeviceError if memory ran out and another library sums the gradients.
+        Raises DeviceError if memory ran out and `exchanges` is empty, because another library sums
+        the gradients then.
         """
         if not is_out_of_memory(error) or running.ended:
             return ""
@@ -160,10 +170,10 @@ class Recovery:
         return drop_frames(error)
 
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
-        """Undo a pass, and make later passes smaller, but with at least `least` rows.
+        """Undo a pass that ran out of memory, and make later passes smaller.
 
-        Raises DeviceError if passes can't be smaller, or if smaller passes would have another
-        gradient.
+        `least` is the minimum number of rows in a pass. Raises DeviceError if passes can't be
+        smaller, or if smaller passes would have another gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -260,7 +270,10 @@ class Recovery:
 
 
 class PassState:
-    """The state of random numbers and buffers before a pass, which can be restored."""
+    """The state of random numbers and buffers before a pass, to restore it if the pass fails.
+
+    `constant` has the ids of buffers that passes don't change, so that they aren't copied.
+    """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
         self._numbers = RandomState()
@@ -274,10 +287,10 @@ class PassState:
         ]
 
     def unchanged(self) -> set[int]:
-        """Return the ids of the buffers that the pass didn't change.
+        """Return the ids of the copied buffers that the pass hasn't changed.
 
-        BatchNorm's statistics are left out, because BatchNorm changes them without increasing
-        their version.
+        BatchNorm's statistics are left out, because BatchNorm changes them without
+        increasing their version.
         """
         same = {
             id(each)

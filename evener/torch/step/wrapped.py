@@ -42,7 +42,10 @@ def model_digest(model: Any) -> str:
 
 
 def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
-    """Warn if the plan was measured with another model; with `strict`, raise PlanError."""
+    """Warn if `plan` was measured with another model; with `strict`, raise PlanError instead.
+
+    If `plan` is None, nothing is checked.
+    """
     if plan is not None:
         for difference in check_fit(
             plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict
@@ -102,8 +105,9 @@ def wrap_model(
 ) -> tuple[Any, Exchange | None]:
     """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
 
-    `forward` is passed to `hook_forward`. A model in DistributedDataParallel isn't wrapped again;
-    its exchange is None if `replace_all_reduce` returns None.
+    `forward` is passed to `hook_forward`, and `options` to `wrap_module`. `by_loss` is True if
+    losses are weighted instead of gradients. A model in DistributedDataParallel isn't wrapped
+    again; its exchange is None if `replace_all_reduce` returns None.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
@@ -123,8 +127,9 @@ def wrap_module(
 ) -> Exchanged:
     """Move a module to `device`, and return it in a wrapper with an exchange.
 
-    Raises RequestError if DistributedDataParallel has no such option, or only one that has no
-    equivalent here.
+    `options` are keyword arguments of DistributedDataParallel, and `forward` is passed to
+    `hook_forward`. Raises RequestError if DistributedDataParallel has no such option, or only one
+    that has no equivalent here.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
@@ -249,8 +254,8 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 def find_wrapper(model: Any) -> Any:
     """Return `model` if it is a DistributedDataParallel or Exchanged, else None.
 
-    If the model is compiled, the model inside is returned. Raises RequestError if only a part of
-    the model is wrapped.
+    If the model was compiled by torch.compile, the model inside is checked and returned. Raises
+    RequestError if only a part of the model is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
@@ -276,8 +281,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if no rank waits for another within a pass, so that its compute time can be measured.
 
-    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. If they do, and shares are to
-    be rebalanced, raises RequestError.
+    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. If they do and `rebalances` is
+    True, raises RequestError, because shares are rebalanced according to these times.
     """
     if not (
         is_sharded(model)
@@ -333,9 +338,10 @@ def check_not_inside_ddp() -> None:
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
 
-    `passes` has the number of rows in each pass of a full batch, for all ranks. Raises RequestError
-    if SyncBatchNorm would mix the ranks' gradients before they are weighted, or if the model has
-    SyncBatchNorm and ranks run several passes.
+    `weigh` is the same as in BatchWeights, and `world` is the number of ranks. `passes` has the
+    number of rows in each pass of a full batch, for all ranks. Raises RequestError if SyncBatchNorm
+    would mix the ranks' gradients before they are weighted, or if the model has SyncBatchNorm and
+    ranks run several passes.
     """
     kinds = [
         type(module)
@@ -366,7 +372,10 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row; `rows` has the number of rows in each pass."""
+    """Warn if a pass has a single row, of which BatchNorm can't compute statistics.
+
+    `rows` has the number of rows in each pass.
+    """
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
