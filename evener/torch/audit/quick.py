@@ -37,7 +37,7 @@ class KnownPasses(msgspec.Struct):
     """Facts about a training run's passes, learned from earlier audits.
 
     `computed` has the dtypes that passes compute in. `draws` is True if passes draw random numbers
-    other than dropout's, and None until that is known.
+    other than dropout's, False if they don't, and None until that is known.
     """
 
     computed: set[torch.dtype] = set()

@@ -75,7 +75,10 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _call(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Return the result of an operation that drops values or draws random numbers."""
+        """Return the result of an operation that drops values or draws random numbers.
+
+        Nothing is dropped, and the random numbers are the same for every row.
+        """
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
             return function(*_turn_dropout_off(places, arguments, keywords), **keywords)
@@ -169,7 +172,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return [each.name for each in self.function._schema.arguments]
 
     def call(self) -> Any:
-        """Call the operation with its recorded arguments, and return the result."""
+        """Call the operation with these arguments, and return the result."""
         return self.function(*self.arguments, **self.keywords)
 
 
@@ -280,7 +283,10 @@ def _is_plain(function: Any) -> bool:
 def _turn_dropout_off(
     places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[Any]:
-    """Return the arguments with dropout rates of 0."""
+    """Return an operation's arguments with dropout rates of 0.
+
+    `places` has the index and name of each dropout rate. Rates in `keywords` are set to 0 in place.
+    """
     own = list(arguments)
     for place, name in places:
         if place < len(own):

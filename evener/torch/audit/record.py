@@ -263,9 +263,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call uses together with weights or gradients.
+        """Record the numbers that a call of `function` combines with weights or gradients.
 
-        An example is the decay rate of a moving average of the weights.
+        An example is the decay rate of a moving average of the weights. `given` has
+        the call's arguments.
         """
         if not is_arithmetic(function):
             return
@@ -286,7 +287,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
         """Return a record of the calls that computed a loss.
 
-        If they are unknown, return the reason instead, as a part of a message.
+        If these calls can't be determined, return the reason instead, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):

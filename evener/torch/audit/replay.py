@@ -28,10 +28,9 @@ class Replayed(msgspec.Struct, frozen=True):
     """The result of an attempt to audit a recorded loss.
 
     `audited` is None if the loss can't be audited, and `fault` is the reason, as a part of a
-    message. `cut` is True if the calls couldn't be repeated with the rows that were tried
-    first, but with rows that are padded to other lengths. `certain` is True if no number in the
-    record can be an unrecognized count of its rows. `closed` is True if the record uses only
-    rows of its batch.
+    message. `cut` is True if the calls can't be repeated with the rows that were tried first, but
+    with rows that are padded to other lengths. `certain` is True if no number in the record can be
+    an unrecognized count of its rows. `closed` is True if the record uses only rows of its batch.
     """
 
     audited: Audited | None
@@ -100,7 +99,11 @@ class _Interpretations:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit the record with one interpretation of its numbers, an element of EVERY_COUNT."""
+        """Audit the record with one interpretation of its numbers, and save the result in `found`.
+
+        `count` is the interpretation, an element of EVERY_COUNT. The other parameters are
+        those of `audit_record`.
+        """
         try:
             found = audit(
                 sketcher(), computations(self._few, partial(_compute, self._record, count)), moves

@@ -26,10 +26,10 @@ _IGNORED = -100
 class FewRows(msgspec.Struct, frozen=True, eq=False):
     """A few rows as one batch (`whole`), and as two parts that are collated separately.
 
-    `parts` has one part for each of two devices, with `sizes` rows. `cut` has the same parts cut
-    from the whole batch, with its padding, or is None if the batch can't be cut. `even` has two
-    parts of equal size, as the program's own launcher would create. `digest` is a digest of the
-    numbers in the whole batch.
+    `parts` has one part for each of two devices, and `sizes` the number of rows in each part. `cut`
+    has the same parts cut from the whole batch, with its padding, or is None if the batch can't be
+    cut. `even` has two parts of equal size, as the program's own launcher would create. `digest` is
+    a digest of the numbers in the whole batch.
     """
 
     whole: Any
@@ -48,7 +48,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """True if parts that are collated separately are padded to other lengths than the batch."""
+        """True if separately collated parts are padded to other lengths than the whole batch."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]

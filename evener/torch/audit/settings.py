@@ -103,8 +103,8 @@ class _Known:
 class _ModuleSettings:
     """Detects changes of the settings in one module.
 
-    Most modules have only numbers, flags and tensors, which are rarely replaced. For them it is
-    enough to check that the attributes are the same objects and have the same types as before.
+    Most modules have only numbers, flags and tensors, which are rarely replaced. For such a module
+    it is enough to check that its attributes are the same objects, of the same types, as before.
     """
 
     def __init__(self, module: Any) -> None:
@@ -117,7 +117,10 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting of the module has changed after being the same for STILL checks."""
+        """True if a setting of the module has changed after being the same for STILL checks.
+
+        `check` is the number of this check.
+        """
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}
@@ -180,7 +183,10 @@ def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
 
 
 def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings in `held`, the attributes or items of `holder`, to `found`."""
+    """Add the settings in `held`, the attributes or items of `holder`, to `found`.
+
+    Private names are skipped. If `depth` is 0, objects aren't inspected.
+    """
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")

@@ -370,7 +370,10 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if `fault`, a message, isn't empty on rank 0."""
+    """Raise RequestError on every rank if `fault`, a message, isn't empty on rank 0.
+
+    `remedy` is the advice in the error. Every rank has to call this function.
+    """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
@@ -378,8 +381,9 @@ def _agree(fault: str, remedy: str) -> None:
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
     """Load a checkpoint that `save` wrote under any shares, and return its `extra`.
 
-    Rank 0 reads the checkpoint, one unit at a time. Raises RequestError on every rank if the
-    checkpoint is missing or belongs to another model.
+    Rank 0 reads the checkpoint, one unit at a time. If `optimizer` is None, its state isn't loaded.
+    Every rank has to call this function. Raises RequestError on every rank if the checkpoint is
+    missing or belongs to another model.
     """
     sharded = find_sharded(model)
     index = ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
@@ -492,7 +496,10 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: Sharded, optimizer: Any) -> None:
-        """Raise an error unless the checkpoint's optimizer state belongs to this optimizer."""
+        """Raise an error unless the checkpoint's optimizer state belongs to this optimizer.
+
+        `own` has evener's entries in the index.
+        """
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -529,7 +536,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the flats that have at least one parameter in the checkpoint.
+        """Return the flats that have at least one parameter in the checkpoint, on every rank.
 
         A checkpoint of adapters has only some of the model's parameters.
         """

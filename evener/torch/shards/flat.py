@@ -126,7 +126,7 @@ class Flat:
         """
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
-        if weight:  # otherwise it may be infinite
+        if weight:  # 0 times an infinite gradient would be NaN
             with torch.no_grad():
                 gradients[slot.start : slot.start + slot.numel].add_(
                     gradient.reshape(-1), alpha=weight
@@ -137,8 +137,8 @@ class Flat:
     def _take_all(self, weight: float) -> torch.Tensor:
         """Move the gradients of whole parameters to the flat's buffer, and multiply it by `weight`.
 
-        Returns the buffer. A single copy of all gradients costs the host less time than
-        one for each.
+        Returns the buffer. One copy operation for all gradients costs the host less time than one
+        for each of them.
         """
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -256,7 +256,7 @@ class Flat:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Set the `.grad` of each piece after a backward pass if any rank used its parameter.
 
-        `used` tells this for each of `slots`.
+        `used` has a flag for each of `slots`.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

@@ -87,7 +87,7 @@ class Sharded:
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
         self.keeps = keeps
-        self.frees_gradients = True  # free the memory of cleared gradients; False: keep it
+        self.frees_gradients = True  # True if the memory of cleared gradients is freed
         self._sums = True  # True if the next backward pass ends with a reduction
         self.waits = False  # True if gradients of earlier passes wait for a reduction
         self._follows: dict[
@@ -472,7 +472,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of the state of an optimizer that trains this model's parameters."""
+        """Record in the Ledger the bytes of the state of an optimizer that trains this model."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -529,7 +529,7 @@ class UnitHooks:
         return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """Free the unit after its forward pass if it isn't needed next."""
+        """Free the unit after its forward pass, unless the backward pass begins with it."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:

@@ -151,7 +151,7 @@ class WholeParameters:
         slot.fired = True
         if not self._views:
             self._open()
-        if weight:  # otherwise it may be infinite
+        if weight:  # 0 times an infinite gradient would be NaN
             with torch.no_grad():
                 self._views[slot].add_(gradient, alpha=weight)
 
@@ -189,7 +189,7 @@ class WholeParameters:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Set the `.grad` of each parameter that any rank used to its all-reduced gradient.
 
-        `used` tells this for each of `slots`. Gradients from before the batch are added.
+        `used` has a flag for each of `slots`. Gradients from before the batch are added.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):

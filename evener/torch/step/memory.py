@@ -1,4 +1,4 @@
-"""The device memory used by a rank's passes."""
+"""Measure the memory that a rank's passes use, to predict how many rows per pass will fit."""
 
 from __future__ import annotations
 

@@ -84,7 +84,11 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return this part if `turn` has all its rows, else a new part with the turn's rows."""
+        """Return this part if `turn` has all its rows, else a new part with the turn's rows.
+
+        `turn` is a planned pass or a piece of it. The new part's weight is in proportion to its
+        rows, or to the result of `count` for them.
+        """
         if turn.rows == self.rows:
             self.turn = turn
             return self

@@ -35,7 +35,7 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
     The second number is needed because batches can be views of one tensor, such as a data set that
     is kept in memory. All of these batches share the tensor's storage, but only the batch that the
-    model computes has tensors at the same addresses.
+    model computes has tensors that begin at the same addresses.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}

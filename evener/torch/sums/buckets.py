@@ -66,10 +66,10 @@ class Bucket:
         self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """True if all gradients of the bucket are computed.
+        """True if all gradients of the bucket have been computed.
 
-        `came` has the ids of the parameters whose gradients are computed. If it is None, every
-        gradient that isn't None is assumed to be computed.
+        `came` has the ids of the parameters whose gradients have been computed. If it is None,
+        every gradient that isn't None is assumed to be computed.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
@@ -267,7 +267,10 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _set_gradients(parameters: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Set the gradients of parameters; `deque` calls `setattr` faster than a loop would."""
+    """Set the `.grad` of each parameter to the gradient with the same index.
+
+    `deque` calls `setattr` faster than a loop would.
+    """
     deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
 
@@ -302,7 +305,7 @@ class HostCopy:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
-        """Return the values; waits until the copy is complete."""
+        """Wait until the copy is complete, and return the values."""
         if self._event is not None:
             self._event.synchronize()
         return list(self._figures.tolist())
@@ -393,7 +396,7 @@ class Buffers:
         The host doesn't wait for a GPU. Values are compared because PyTorch's version counter
         misses changes through `buffer.data` and by BatchNorm.
         """
-        # otherwise there are no buffers
+        # if both are false, there have never been any buffers
         may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
             flag.add_(1)
@@ -434,7 +437,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass.
+        """Prepare for the backward pass of a pass that may have to be retried.
 
         `dependent` is True if the results of rows depend on random draws, or on one another.
         """

@@ -30,7 +30,7 @@ def count_foreign() -> int:
 
 
 def note_own() -> None:
-    """Count a collective that evener starts."""
+    """Count a collective that evener has started itself."""
     global _own
     _own += 1
 
@@ -60,7 +60,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute` so that it raises CollectiveError after a call that started a collective.
+    """Return a wrapper of `compute` that raises CollectiveError if the call started a collective.
 
     The other ranks may not call `compute`, so they wouldn't take part in the collective.
     """

@@ -19,7 +19,8 @@ from ...training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, se
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
-# the rows of each rank; the sum of weighted squared norms, with the squared norm of the sum
+# each rank's number of rows; a copy of the sum of the ranks' weighted squared norms and of the
+# squared norm of the summed gradient
 _Sample = tuple[tuple[int, ...], HostCopy]
 _WIDER = {
     torch.float16: torch.float32,
@@ -110,7 +111,10 @@ class RankNoise:
         self.steps += 1
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale from the samples that were read; None until there are enough."""
+        """Read the samples whose copies are complete, and return the noise scale.
+
+        Return None until there are enough samples.
+        """
         while self._pending and self._pending[0][1].is_complete():
             sizes, figures = self._pending.popleft()
             self.window.add(separate_noise(sizes, *figures.read()))
@@ -138,7 +142,7 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return each rank's number of rows, for all batches that the gradients belong to."""
+        """Return each rank's number of rows, for every batch that the gradients belong to."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
