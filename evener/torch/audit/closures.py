@@ -33,7 +33,7 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the variables and objects that `function` may change; return a function to restore them.
 
-    The returned function may be called several times. If `function` is None, nothing is saved.
+    The returned function may be called several times. If `function` is None, it does nothing.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)

@@ -30,7 +30,8 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
     """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
     `inner` has the items that can change in place, each with the data that restore it. `empty` has
-    the empty containers among the items, because most containers of a module are empty.
+    the containers among the items that were empty. They are listed separately to save time, because
+    most containers of a module are empty.
     """
 
     keys: list[Any] | None
@@ -109,7 +110,7 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the holders' attributes and the random state on exit.
+    """Enter a context that restores the holders' attributes and all random states on exit.
 
     If a holder is a module, its submodules are restored, too. Objects in `apart` are left out.
     """

@@ -152,7 +152,7 @@ class Flat:
                 slot.whole.grad, slot.fired = None, True
             self.held.add("gathered", -size)
         if weight == 0.0:
-            buffer.zero_()  # keeps infinities out
+            buffer.zero_()  # also clears infinite gradients
         elif weight != 1.0:
             buffer.mul_(weight)
         return buffer

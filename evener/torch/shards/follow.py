@@ -26,8 +26,9 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 class PassRecord:
     """The collectives of one pass, for inputs of certain shapes.
 
-    `forward` lists the collectives of the model's forward pass and `backward` those of its backward
-    pass, in order. `unsent` are the units whose gradients are reduced after the backward pass.
+    `shapes` has the shapes and dtypes of the inputs. `forward` lists the collectives of the model's
+    forward pass and `backward` those of its backward pass, in order. `unsent` are the units whose
+    gradients are reduced after the backward pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:

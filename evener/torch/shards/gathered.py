@@ -41,10 +41,10 @@ class Segment:
 class Gathered:
     """The whole parameters of a flat, in one block of bytes that is allocated while it is used.
 
-    `slots` are in the order of `sort_slots`. `ranges` are the ranks' ranges of the flat's elements,
-    and `shard` has this rank's elements. Whatever the dtypes, each rank's part of the block is one
-    range of bytes. `size` is the block's size in bytes. The block has memory at first, and until
-    `free` is called.
+    `place` is this rank's ShardRank, and `slots` are in the order of `sort_slots`. `ranges` are the
+    ranks' ranges of the flat's elements, and `shard` has this rank's elements. Whatever the dtypes,
+    each rank's part of the block is one range of bytes. `size` is the block's size in bytes. The
+    block has memory at first, and until `free` is called.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Gathered:
 
     @property
     def has_memory(self) -> bool:
-        """True while the block is allocated."""
+        """True while the block's memory is allocated."""
         return bool(self._storage.size())
 
     def _byte_of(self, element: int) -> int:

@@ -1,4 +1,4 @@
-"""How a flat tensor is divided among ranks, and the collectives over such uneven parts."""
+"""Divide a flat among ranks, and run collectives over its parts, which may differ in size."""
 
 from __future__ import annotations
 

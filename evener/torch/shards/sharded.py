@@ -138,7 +138,10 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Copy the first rank's statistics of packed weights to each rank's device."""
+        """Copy the first rank's statistics of packed (4-bit) weights to each rank's device.
+
+        A layer unpacks its weights with these statistics, such as the scales of blocks of values.
+        """
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
             each.quant_state.to(place.device)

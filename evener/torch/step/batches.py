@@ -204,8 +204,8 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
         return trained
     if any(each.batches[-1].number for each in running):
         return running
-    # All are at their first batch, which a loop may fetch before it computes the last batch of the
-    # previous epoch.
+    # All open epochs are at their first batch, which a loop may fetch before it computes the last
+    # batch of the previous epoch.
     return [each for each in trained if each.open or each.leaves_one()]
 
 

@@ -62,18 +62,21 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Request that the allocator's unused memory is returned before the next optimizer step.
+    """Request that the allocator returns its unused memory before the next optimizer step.
 
-    An optimizer allocates its state in its first step. Otherwise the state would be allocated in
-    blocks that activations have used, and fragment them: a plan that nearly fills the memory would
-    run out of memory in its second step.
+    An optimizer allocates its state in its first step. Without this request, the state would be
+    allocated in blocks that activations have used, and fragment them: a plan that nearly fills the
+    memory would run out of memory in its second step.
     """
     if device.type == "cuda":
         FREED_NEXT.add(device)
 
 
 def held_by_others(device: torch.device) -> int:
-    """Return the bytes that other processes hold on a GPU; 0 for other devices."""
+    """Return the bytes that other processes hold on a GPU; 0 for other devices.
+
+    This process's CUDA context is assumed to take half a GiB.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -147,7 +150,10 @@ class Recovery:
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save the state that a pass may change, before the pass starts."""
+        """Save the state that a pass may change, before the pass starts.
+
+        `exchanges` are those that sum the gradients of the pass.
+        """
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
@@ -205,7 +211,7 @@ class Recovery:
             self._constant |= running.state.unchanged()
 
     def look_for_collectives(self, running: RunningPass) -> None:
-        """Check whether the loop has communicated with other ranks in this pass.
+        """Record whether the loop has communicated with other ranks in this pass.
 
         Raises DeviceError if it has, and the pass is only a piece of a planned pass, because the
         ranks would then run different numbers of collectives.
@@ -232,7 +238,10 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes have the same gradient; checked only once."""
+        """Raise DeviceError unless smaller passes have the same gradient.
+
+        This is checked only once, and only if `check` is set.
+        """
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return

@@ -1,4 +1,5 @@
 """One optimizer step of a rank, from the loader's batch to the sum of gradients over the ranks.
+
 Read this file first.
 
 A step trains one global batch of N rows, of which rank i computes n_i. Its gradient is the gradient
@@ -67,9 +68,10 @@ class LoaderSteps(StepListener):
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise RequestError if `digest`, of the order and lengths of rows, differs between ranks.
+        """Raise RequestError if ranks have different orders or lengths of rows.
 
-        Otherwise rows would be computed twice, or ranks would wait for each other forever.
+        `digest` is a digest of the order and lengths on this rank. If ranks had different ones,
+        rows would be computed twice, or ranks would wait for each other forever.
         """
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
@@ -84,8 +86,7 @@ class LoaderSteps(StepListener):
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a step when the loop gets a batch.
 
-        `origin` is the epoch that yields the batch, and `sizes` has each rank's number
-        of rows in it.
+        `origin` is the epoch that yields `batch`, and `sizes` has each rank's number of rows in it.
         """
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
@@ -102,7 +103,8 @@ class LoaderSteps(StepListener):
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report the step when the loop requests the next batch; afterwards shares may change.
 
-        `sizes` has each rank's number of rows in the batch that was trained.
+        `sizes` has each rank's number of rows in the batch that was trained. `tokens` has the
+        numbers of tokens in this rank's rows, without and with padding.
         """
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
@@ -265,7 +267,10 @@ class Passes:
     # -- the backward pass of a part; Part.backward or the trainer's adapter calls these methods
 
     def open(self) -> None:
-        """Prepare for the backward pass of the current part."""
+        """Prepare for the backward pass of the current part.
+
+        Raises RequestError if the loop has cleared the gradients of the batch's earlier passes.
+        """
         running = self._running
         if running is not None:
             running.opened = True

@@ -1,4 +1,4 @@
-"""Collectives other than the sum of gradients: rows of a batch, and sums of metrics.
+"""Collectives other than the sum of gradients, such as gathering rows and summing metrics.
 
 A rank that computes a pass in pieces would call the program's own collectives more often than other
 ranks do. To detect this, collectives that evener doesn't start itself are counted.
