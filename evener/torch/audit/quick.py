@@ -29,7 +29,7 @@ _DROPOUTS = [
 _IN_PLACE = 3  # index of `inplace` in the arguments of dropout in torch.nn.functional
 _ATTENTION = "scaled_dot_product_attention"
 _RATE, _RATE_PLACE = "dropout_p", 4  # name and index of attention's dropout rate
-# cuDNN's dropout has its own random numbers, whose state can't be read
+# names of recurrent functions; cuDNN's dropout has random numbers whose state can't be read
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 

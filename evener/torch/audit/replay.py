@@ -140,7 +140,7 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
         with sketcher.open():
             one = sketcher.sketch([Piece(partial(record.compute, few.whole, few.rows))])
             two = sketcher.sketch([Piece(partial(record.compute, other, few.rows))])
-    except Exception:  # for example, rows must be sorted by length: the last row is used
+    except Exception:  # for example, rows have to be sorted by length; then the last row counts
         return False
     return one.loss == two.loss and one.sums == two.sums
 

@@ -16,9 +16,9 @@ from ..rows.structure import cut_rows, tensors_in
 from .randomness import SEED, seed_all
 from .state import kept_state
 
-ROWS = 8  # the most rows that an audit computes
+ROWS = 8  # maximum rows that an audit computes
 FEWER = 4  # maximum rows after step 64, if nothing has changed since an audit of ROWS rows
-TIMES = 4  # rows are chosen from this many times as many rows
+TIMES = 4  # number of candidates for each row that is chosen
 CANDIDATES = TIMES * ROWS
 _IGNORED = -100
 

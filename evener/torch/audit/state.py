@@ -98,7 +98,7 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
     for each in holders:
         memo |= {
             id(vars(each).get(name)): None for name in ("_parameters", "_modules")
-        }  # FSDP exchanges parameters
+        }  # FSDP replaces parameters
     kept = [(vars(each), copy_data(vars(each), memo)) for each in holders]
 
     def restore() -> None:

@@ -99,7 +99,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
             sketcher, computations, moves
         )
         if found.sketch.sums or sketcher.losses_only:
-            return found  # else no weight had a gradient
+            return found  # otherwise no weight had a gradient
     except RuntimeError as error:
         if REENTRANT not in str(error):
             raise

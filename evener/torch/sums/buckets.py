@@ -320,7 +320,7 @@ class TailReader:
 
     def __init__(self) -> None:
         self._copied: HostCopy | None = None
-        self._expected = 0  # the batch number in the copy
+        self._expected = 0  # the expected sum of batch numbers for the copied tail
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
@@ -396,7 +396,7 @@ class Buffers:
         The host doesn't wait for a GPU. Values are compared because PyTorch's version counter
         misses changes through `buffer.data` and by BatchNorm.
         """
-        # if both are false, there have never been any buffers
+        # if both are false, there are no buffers
         may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
             flag.add_(1)
