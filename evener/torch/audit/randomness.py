@@ -58,7 +58,10 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch adds no wrapper for torch.compile; audits don't compile."""
+        """Return False, so that PyTorch adds no wrapper for torch.compile.
+
+        Audits don't compile.
+        """
         return False
 
     def __torch_dispatch__(

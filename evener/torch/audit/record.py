@@ -67,7 +67,7 @@ class RowNumber(int):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random generator with a saved state."""
+    """A random number generator with a saved state."""
 
     generator: torch.Generator
     state: torch.Tensor
@@ -354,7 +354,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call creates a tensor with one entry per row from Python numbers."""
+        """True if the call creates a tensor with one entry per row from Python numbers.
+
+        A replay couldn't replace such rows, because they aren't tensors of the batch.
+        """
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -362,11 +365,17 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program had read a value from a model's result before call `place`."""
+        """True if the program had read a value from a model's result before a call.
+
+        `place` is the index of the call.
+        """
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in call `place` may be derived from a value that was read."""
+        """True if a number in a call may be derived from a value that the program has read.
+
+        `place` is the index of the call.
+        """
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -485,7 +494,10 @@ class LossRecord:
         )
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor with one entry per row that isn't in the batch."""
+        """True if the calls use a tensor with one entry per row that isn't in the batch.
+
+        A replay can't replace the rows of such a tensor.
+        """
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}

@@ -52,8 +52,8 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
     """The computations of a few rows that an audit compares.
 
     `reference` is the correct one, and `trained` is the training run's. `changes` has an
-    AuditChange for each possible cause of a difference: if the changed computations agree, that is
-    the cause.
+    AuditChange for each possible cause of a difference, by the cause's name: if the changed
+    computations agree, that is the cause.
     """
 
     reference: Computation

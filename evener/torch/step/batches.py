@@ -197,7 +197,11 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs with batches that may be computed: open ones, else ended ones."""
+    """Return the training epochs among `epochs` that may contain the current batch.
+
+    These are the open ones or, without open ones, those that have ended. If all open epochs are at
+    their first batch, an ended epoch whose last batch may still be waiting is included.
+    """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
     if not running:
@@ -210,7 +214,7 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if each of the batches in `possible` leads to the same weights.
+    """True if all batches in `possible` lead to the same weights.
 
     `epochs` is the number of epochs that the batches may be from.
     """
@@ -246,7 +250,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if the choice among these epochs' batches makes no difference, now or later."""
+    """True if the choice among these epochs' batches doesn't change any weight, now or later."""
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
         return False

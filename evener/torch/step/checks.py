@@ -92,7 +92,8 @@ class OptimizerCheck:
     def _watch_schedules(self) -> None:
         """Make accelerate step a learning-rate schedule once per batch.
 
-        By default accelerate steps it once per process, as if each process had a whole batch.
+        By default accelerate steps the schedule once per process, as if each process had
+        a whole batch.
         """
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:

@@ -186,8 +186,8 @@ def hook_forward(
 ) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    After the forward pass, the outputs and the batch that `forward` has returned are passed to the
-    model's exchange. Inputs are moved to `device` unless it is None.
+    `forward` returns the batch that is computed. After the forward pass, the outputs and this batch
+    are passed to the model's exchange. Inputs are moved to `device` unless it is None.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -299,7 +299,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError if another library reduces gradients or divides rows among ranks."""
+    """Raise RequestError if another library reduces the model's gradients or divides its rows."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -372,7 +372,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row, of which BatchNorm can't compute statistics.
+    """Warn if a pass has a single row, from which BatchNorm can't compute statistics.
 
     `rows` has the number of rows in each pass.
     """
