@@ -1,1 +1,4 @@
-"""Commands and the full-screen app: everything a person sees. Measures and decides nothing."""
+"""The commands and the full-screen app: everything a person sees.
+
+It measures and decides nothing.
+"""

@@ -13,12 +13,11 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start the command with the alert in its environment.
+    """Start the user's command for an alert; return an error message, or "" if it was started.
 
-    Return an error message if it can't be started, else an empty string.
-
-    EVENER_ALERT is the alert's kind, EVENER_ABOUT the label of the device or training, EVENER_TEXT
-    the message. The command has no terminal, and is killed after a minute.
+    The alert is in the command's environment: EVENER_ALERT is its kind, EVENER_ABOUT the label of
+    the device or training, and EVENER_TEXT the message. The command has no terminal, and is killed
+    after `LIMIT_SECONDS`.
     """
     described = {
         "EVENER_ALERT": alert.kind,

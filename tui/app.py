@@ -33,7 +33,7 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _screen_maker(name: str) -> MakeScreen:
-    """Return a function that makes a screen, and imports its module only then."""
+    """Return a function that creates a screen; the screen's module is imported only then."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -109,7 +109,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Return evener's own colours, which Textual's themes don't define."""
+        """Return evener's own theme variables, so that Textual's themes have them too."""
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
@@ -134,7 +134,11 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to a screen; a screen that doesn't exist yet is styled when it is created."""
+        """Switch to the screen `mode`.
+
+        A screen that doesn't exist yet is styled when it is created, so all styles needn't be
+        applied again.
+        """
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
         if self._makes_screen:
@@ -143,7 +147,10 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply all styles again, except while a screen is being created."""
+        """Apply all styles again, except while a screen is being created.
+
+        A new screen is styled when it is created.
+        """
         if not self._makes_screen:
             super().refresh_css(animate)
 
@@ -151,8 +158,8 @@ class EvenerApp(BaseApp):
         """Process each key completely before the next key.
 
         Textual passes a key through the widgets first, and runs the binding of a key such as Tab or
-        Ctrl-U only when the key comes back from them. By then, text typed right after the key would
-        have gone to the previous field, or would be deleted.
+        Ctrl-U only when the widgets haven't handled the key. By then, text typed right after the
+        key would already be in the previous field, or would be deleted.
         """
         if not isinstance(event, Key) or event.is_forwarded:
             await super().on_event(event)
@@ -168,12 +175,12 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit as on SIGHUP, because the terminal is gone. Can be called from any thread."""
+        """Exit as on SIGHUP, because the terminal has gone. It is safe to call from any thread."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
     async def on_unmount(self) -> None:
-        """Join every thread before the terminal is restored."""
+        """Wait for every thread to end before the terminal is restored."""
         await asyncio.to_thread(self.close_threads)
 
     async def action_leave(self) -> None:
@@ -189,7 +196,7 @@ class EvenerApp(BaseApp):
         confirm(self, "Quit", question, self.exit)
 
     def action_show(self, name: str) -> None:
-        """Open one of the screens, unless a dialog is open."""
+        """Open the screen `name`, unless a dialog is open."""
         if name != self.current_mode and not isinstance(self.screen, ModalScreen):
             self.switch_mode(name)
 
@@ -201,7 +208,7 @@ class EvenerApp(BaseApp):
             self.push_screen(WelcomeDialog(), self._open_choice)
 
     def _open_choice(self, key: str | None) -> None:
-        """Open what the user chose on the welcome screen."""
+        """Open what the user chose on the welcome screen; `key` is None if nothing was chosen."""
         if key == "b":
             self.action_show("balance")
         elif key == "w":
@@ -213,9 +220,10 @@ class EvenerApp(BaseApp):
             self.exit()
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the lines that the terminal shows after the app is closed.
+        """Return the lines to print on the terminal after the app is closed.
 
-        They are about the last search, and about a training that was started here.
+        They are about the last search, and about a training that was started in the app. `width` is
+        that of the terminal.
         """
         from .text.closing import closing_lines
 
@@ -226,7 +234,7 @@ class EvenerApp(BaseApp):
         return lines
 
     def get_key_display(self, binding: Binding) -> str:
-        """Return a key's name as all pages spell it: Space, Enter, Ctrl-S."""
+        """Return a key's name as evener's pages spell it, such as Space, Enter or Ctrl-S."""
         shown = super().get_key_display(binding)
         if shown.startswith("^") and len(shown) > 1:
             return f"Ctrl-{shown[1:].upper()}"
@@ -235,7 +243,7 @@ class EvenerApp(BaseApp):
         return shown.capitalize() if shown in SPELLED_KEYS else shown
 
     def action_help(self) -> None:
-        """Open the help page."""
+        """Open the help page, unless a dialog is open."""
         from .screens.dialogs import DetailsDialog, help_lines
 
         if not isinstance(self.screen, ModalScreen):
@@ -251,7 +259,7 @@ class EvenerApp(BaseApp):
             self.push_screen(CommandPalette(placeholder=hint, id="--command-palette"))
 
     def action_settings(self, first: str = "") -> None:
-        """Show all settings, with the focus on the setting whose label is `first`."""
+        """Open the dialog of all settings, with the focus on the setting whose label is `first`."""
         from .screens.settings_dialog import SettingsDialog
 
         if not isinstance(self.screen, ModalScreen):
@@ -271,7 +279,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{self.settings.theme}"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Yield the commands of the palette that are not keys of the screen."""
+        """Yield the commands of the palette that aren't bound to keys of the screen."""
         for name, title in SCREENS.items():
             yield SystemCommand(
                 f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name)
@@ -290,9 +298,9 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Write the traceback to a file, so that the terminal stays clean.
+        """Write the traceback to a file instead of the terminal, and exit.
 
-        `tui.start` prints the file's path.
+        `tui.start` prints the file's path after the terminal is restored.
         """
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
@@ -300,9 +308,9 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, but make it rare and exclude objects made at the start.
+    """Enable garbage collection again, but rarely, and without the objects made at the start.
 
-    Scanning those objects takes 40 ms.
+    Scanning those objects would take 40 ms each time.
     """
     gc.collect()
     gc.freeze()
@@ -359,10 +367,7 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """Return a white-on-black theme that is readable on any terminal.
-
-    Its dim tones and frames are bright enough.
-    """
+    """Return a white-on-black theme for any terminal, with bright dim tones and frames."""
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",

@@ -1,7 +1,7 @@
 """The app as its screens see it, without the screens.
 
 It has the newest snapshot, at most one session, and messages to the user. Screens and widgets
-import this class and never the full app, which imports them.
+import this module instead of the full app, because the full app imports them.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ _SERIALS = itertools.count(1)
 
 @dataclass
 class SessionReported(Message):
-    """An event of a session or of a replayed session; `source` is the session's number."""
+    """The message that a session, or a replay of one, has reported an event.
+
+    `source` is the number of its SessionThread, because an old session may still report.
+    """
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting message is older progress of the same probe.
+        """True if the waiting message is older progress of the same probe, so it needn't be shown.
 
         No other event is dropped.
         """
@@ -72,7 +75,11 @@ class SessionReported(Message):
 
 @dataclass
 class SessionEnded(Message):
-    """The message that a session's thread has ended. `fault` and `remedy` explain a failure."""
+    """The message that a session's thread has ended.
+
+    `source` is the number of the SessionThread. `fault` and `remedy` explain a failure; they are ""
+    if the session succeeded.
+    """
 
     source: int
     fault: str = ""
@@ -80,7 +87,11 @@ class SessionEnded(Message):
 
 
 class SessionThread:
-    """Runs one session in a thread and posts its events, and `SessionEnded` as the last message."""
+    """Runs one session in a thread.
+
+    It posts the session's events and, as the last message, `SessionEnded`. `make` creates the
+    session inside the thread, because that takes time.
+    """
 
     def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
         self.source = next(_SERIALS)
@@ -95,18 +106,18 @@ class SessionThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the session to end with the best plan found so far."""
+        """Tell the session to end with the best plan found so far. It doesn't wait for the end."""
         self._stopping.set()
         if self._session is not None:
             self._session.stop()
 
     def pause(self, paused: bool) -> None:
-        """Pause the session, or resume it."""
+        """Pause the session if `paused` is True, else resume it."""
         if self._session is not None:
             (self._session.pause if paused else self._session.unpause)()
 
     def close(self) -> None:
-        """Stop the session and wait for its child processes, for at most `JOIN_SECONDS`."""
+        """Stop the session and wait for its child processes to end, for at most `JOIN_SECONDS`."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
@@ -133,7 +144,7 @@ class SessionThread:
 
 
 def write_crash_log(error: BaseException) -> Path | None:
-    """Write the traceback to a new file and return its path; None if no file can be written."""
+    """Write a traceback to a new file and return its path; None if no file can be written."""
     import platformdirs
 
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -151,9 +162,9 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new, private file.
+    """Write `text` to a new file that only this user can read.
 
-    Raises FileExistsError for an existing name, because in a shared folder it could be another
+    Raises FileExistsError if the file exists, because in a shared directory it could be another
     user's symbolic link.
     """
     with open(
@@ -167,19 +178,20 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass
 class Sampled(Message):
-    """The message that the sampler has taken a new snapshot."""
+    """The message that the sampler has taken a snapshot."""
 
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting message is an older snapshot."""
+        """True if the waiting message is a snapshot too, because only the newest is shown."""
         return isinstance(message, Sampled)
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
-    `request.compare` names the families of a comparison.
+    If the request has `compare`, the session compares those families of layouts. `resumed` are
+    arguments of `open_run` for a run to resume.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -195,7 +207,7 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
 
 
 class PlainScrollBar(ScrollBarRender):
-    """A scroll bar drawn in whole cells by background colour alone."""
+    """A scroll bar drawn in whole cells by background colour alone, for ASCII mode."""
 
     VERTICAL_BARS: ClassVar[list[str]] = [" "] * 8
     HORIZONTAL_BARS: ClassVar[list[str]] = [" "] * 8
@@ -204,7 +216,8 @@ class PlainScrollBar(ScrollBarRender):
 class BaseApp(App[int]):
     """The app without its screens.
 
-    It holds the newest snapshot, the session's state and the alerts, which the threads report.
+    It holds the newest snapshot, the session's state, and the alerts. Threads report changes of
+    them as messages.
     """
 
     # not `reactive`: that would redraw the whole screen at each tick
@@ -249,7 +262,7 @@ class BaseApp(App[int]):
         ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
-        """Stop the session and the sampling, and wait until both have ended.
+        """Stop the session and the sampling, and wait until both threads have ended.
 
         Unless the session hangs, no child process of a probe outlives this call.
         """
@@ -258,11 +271,11 @@ class BaseApp(App[int]):
         self.publisher.close()
 
     def shown(self, text: str) -> str:
-        """Return the text in the app's character set, which is ASCII if the app draws in ASCII."""
+        """Return `text` as the app draws it: in ASCII mode, with similar ASCII characters."""
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
-        """Store the newest snapshot, which screens watch, and show new alerts."""
+        """Store the newest snapshot, which the screens watch, and show new alerts."""
         for alert in self.alert_watch.see(message.snapshot):
             self._show_alert(alert)
         self.snapshot = message.snapshot
@@ -280,7 +293,7 @@ class BaseApp(App[int]):
             self.say(alert.text, severity="warning")
 
     def keep(self, **changed: Any) -> None:
-        """Change settings, and write the new settings to the user's file."""
+        """Change the given settings, and save all settings to the user's file."""
         settings = msgspec.structs.replace(self.settings, **changed)
         if settings == self.settings:
             return
@@ -292,7 +305,7 @@ class BaseApp(App[int]):
     def apply_settings(self) -> None:
         """Apply the interval between readings and the thresholds of alerts.
 
-        Screens read their own settings on each draw.
+        Screens read their own settings each time they are drawn.
         """
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
@@ -309,10 +322,10 @@ class BaseApp(App[int]):
         kept: Sequence[ObservationEntry] = (),
         **resumed: Any,
     ) -> None:
-        """Start a search, or resume a run that has the measurements `kept`.
+        """Start a search on these devices, or resume a run that has the measurements `kept`.
 
         Does nothing if a search is running. A read-only app shows a warning instead. `resumed` are
-        arguments of `open_run`.
+        the arguments of `open_run` for a run to resume.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -322,7 +335,10 @@ class BaseApp(App[int]):
             self._replace_session(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: JournalContents, speed: float = 8.0) -> None:
-        """Replay the events of a run, `speed` times as fast, unless a search is running."""
+        """Replay the events of a run, `speed` times as fast as they happened.
+
+        If a search is running, show a warning instead.
+        """
         from evener.balancer.store.runs import EventReplay, recorded_events
 
         if self.searches:
@@ -339,9 +355,9 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Start a session in place of the previous session.
+        """Start a session in place of the previous one, with the initial `state`.
 
-        A replay has no `devices` to train on.
+        `devices` are those on which the session runs; None for a replay.
         """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
@@ -351,7 +367,7 @@ class BaseApp(App[int]):
         self._session.start()
 
     def forget_session(self) -> None:
-        """Stop the session or the replay, and show none."""
+        """Stop the session or the replay and reset the state, so that the form is shown again."""
         if self._session is not None:
             self._session.stop()
         self._session = None
@@ -364,7 +380,7 @@ class BaseApp(App[int]):
         return self.balance.active and not self.replays
 
     def pause_session(self, paused: bool) -> None:
-        """Pause the search, or resume it."""
+        """Pause the search if `paused` is True, else resume it."""
         if self._session is not None and self.balance.active:
             self._session.pause(paused)
             self.balance = msgspec.structs.replace(self.balance, paused=paused)
@@ -376,7 +392,7 @@ class BaseApp(App[int]):
             self._session.stop()
 
     def on_session_reported(self, message: SessionReported) -> None:
-        """Apply an event of the session."""
+        """Apply an event of the session to the state, unless the session has been replaced."""
         if self._session is not None and message.source == self._session.source:
             self._before = None
             self.balance = advance(self.balance, message.event)
@@ -385,9 +401,9 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Record that the session has ended, and why.
+        """Store that the session has ended, and why.
 
-        A session that could not start leaves the previous state on the screen.
+        If the session couldn't start, the state before it is shown again.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -413,7 +429,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show a message that the session has ended, unless its own screen is open."""
+        """Show a message that the session has ended; `fault` is the error, or ""."""
         if fault:
             self.say(fault, severity="error")
         elif self.balance.finished is not None:
@@ -421,9 +437,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Pass the samples/s and the rows per pass of each device with a probe to the publisher.
+        """Report to the sampler what each device with a running probe computes.
 
-        The samples/s are None until they are known.
+        That is its samples/s, None until they are known, and its rows per pass.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
@@ -438,9 +454,9 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the newest sample of each device of the session.
+        """Return the newest sample of each device of the session, in the session's order.
 
-        It is None for a device that the monitor doesn't see.
+        The sample is None for a device that the monitor doesn't see.
         """
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
@@ -450,7 +466,10 @@ class BaseApp(App[int]):
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def start_training(self, arguments: Sequence[str], log: Path) -> None:
-        """Start a training that uses a plan. Raises RequestError if another training is running."""
+        """Start a training by `evener launch` with these arguments; its output goes to `log`.
+
+        Raises RequestError if another training started here is still running.
+        """
         if self.training is not None and self.training.runs:
             raise RequestError(
                 f"A training runs here already: {self.training.command}.",
@@ -459,7 +478,7 @@ class BaseApp(App[int]):
         self.training = LocalTraining(arguments, log)
 
     def change_interval(self, direction: int) -> None:
-        """Sample one step more often (-1) or less often (1), and save the interval."""
+        """Shorten (`direction` -1) or lengthen (1) the interval between readings, and save it."""
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
         seconds = steps[max(0, min(place, len(steps) - 1))]
@@ -468,7 +487,10 @@ class BaseApp(App[int]):
 
     @contextmanager
     def showing_errors(self) -> Iterator[None]:
-        """Show an EvenerError as a message. The rest of the block is skipped."""
+        """Return a context in which an EvenerError is shown as a message.
+
+        The rest of the block is then skipped.
+        """
         try:
             yield
         except EvenerError as fault:
@@ -477,14 +499,14 @@ class BaseApp(App[int]):
     def say(
         self, text: str, *, severity: Literal["information", "warning", "error"] = "information"
     ) -> None:
-        """Show a message that disappears after a while. Markup in the text is not interpreted."""
+        """Show a message that disappears after a few seconds, without interpreting markup in it."""
         self.notify(plain(text), severity=severity, markup=False)
 
 
 class UsesApp(MessagePump):
-    """A screen or widget that accesses the app by its concrete type."""
+    """A mixin for screens and widgets that need the app's concrete type."""
 
     @property
     def evener(self) -> BaseApp:
-        """The app, as a BaseApp."""
+        """The app as a BaseApp."""
         return cast(BaseApp, self.app)

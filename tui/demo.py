@@ -29,9 +29,10 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app, which opens the screens of a result, its search and a training without user input.
+    """The app of the demo, which opens one screen after the other without user input.
 
-    Every key works as usual.
+    They show the result of a search, a replay of the search, and a training. All keys work as
+    usual.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -42,14 +43,17 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the cards briefly before the search starts.
+        """Show the cards briefly, then start the search.
 
-        The modules that a search imports would delay the first frame.
+        Importing the modules that a search needs would delay the first frame.
         """
         self.set_timer(FIRST_SECONDS, self._search)
 
     def closing_lines(self, width: int | None) -> list[str]:
-        """Return the commands to continue with. The run is deleted when the demo ends."""
+        """Return the line to print after the demo.
+
+        It has no commands for the run, because the demo's run is deleted.
+        """
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 
     def _search(self) -> None:
@@ -59,7 +63,10 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Leave time to read the result, then replay the search, then start the training."""
+        """After the search, replay it; after the replay, start the training.
+
+        Between them, the user has time to read.
+        """
         finished = self.balance.finished
         if message.fault or finished is None:
             return
@@ -72,7 +79,7 @@ class DemoApp(EvenerApp):
             self.set_timer(READING_SECONDS, self._train)
 
     def _replay_search(self) -> None:
-        """Replay the search, unless the user has started a new search."""
+        """Replay the search, unless the user has started another search meanwhile."""
         try:
             record = read_run(self.last_run)
         except EvenerError:
@@ -90,5 +97,5 @@ class DemoApp(EvenerApp):
             self.set_timer(HOT_UNTIL, lambda: self._show_caption(COOL))
 
     def _show_caption(self, text: str) -> None:
-        """Show the caption of a part of the demo."""
+        """Show a message that explains the current part of the demo."""
         self.notify(text, title="Demo: all keys work, q quits", timeout=7.0, markup=False)

@@ -1,6 +1,6 @@
-"""A training that the app has started with a plan: its process, and the end of its log.
+"""A training that the app has started by a plan: its process, and the end of its log.
 
-The training may outlive the app: its output goes to a file, and the app never waits for it.
+The training may outlive the app. Its output goes to a file, and the app doesn't wait for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """An `evener launch` process with these arguments, in its own session.
+    """A training process, `evener` with these arguments, in a process session of its own.
 
-    Its output is written to `log`. Raises RequestError if the log can't be written.
+    Its output is appended to `log`. Raises RequestError if the log can't be written.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
@@ -58,20 +58,20 @@ class LocalTraining:
         return self.exit_code is None
 
     def stop(self) -> None:
-        """Interrupt the training as Ctrl-C does: most trainings save a checkpoint and stop."""
+        """Send SIGINT to the training, as Ctrl-C does: most trainings then save a checkpoint."""
         if self.runs:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
     def state_text(self) -> str:
-        """Return a text that says whether the training runs, or how it ended."""
+        """Return whether the training runs, with its process ID, or how it ended."""
         code = self.exit_code
         if code is None:
             return f"process {self.pid}"
         return "has ended" if code == 0 else f"ended with exit code {code}"
 
     def read_tail(self, lines: int) -> list[str]:
-        """Return the last lines of the log, without text that a progress bar has overwritten."""
+        """Return the last `lines` lines of the log, without text overwritten by a progress bar."""
         try:
             with open(self.log, "rb") as stream:
                 length = stream.seek(0, os.SEEK_END)
@@ -85,7 +85,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def closing_lines(self) -> tuple[str, ...]:
-        """Return the lines about the training that are printed after the app is closed."""
+        """Return the lines about the training to print after the app is closed."""
         if not self.runs:
             return (f"{self.command}: {self.state_text()}; its log: {self.log}",)
         return (
@@ -95,9 +95,9 @@ class LocalTraining:
 
 
 def read_command(text: str) -> list[str]:
-    """Return the arguments of a line `evener launch PLAN SCRIPT ...`.
+    """Return the arguments of a command line `evener launch PLAN SCRIPT ...`, without "evener".
 
-    Raises RequestError for any other line.
+    Raises RequestError for any other command line.
     """
     try:
         parts = shlex.split(text)

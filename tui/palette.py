@@ -1,7 +1,6 @@
 """The command palette.
 
-It offers every key of the open screen, the commands of all screens, every run by its name, and
-every setting.
+It offers every key of the open screen, the commands of all screens, every run, and every setting.
 """
 
 from __future__ import annotations
@@ -81,14 +80,17 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return a line of the palette: the key, what it does, and a remark."""
+    """Return a line of the palette: the key, its description (`words`), and a remark (`more`)."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )
 
 
 class OfferedKey(NamedTuple):
-    """A key binding with its description, and the widget or screen that has it."""
+    """A key binding, the widget or screen that has it, and that widget's title.
+
+    The title is "" for a binding of the screen.
+    """
 
     node: DOMNode
     binding: Binding
@@ -101,7 +103,10 @@ class OfferedKey(NamedTuple):
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the keys of a screen and its panels that work now. Each action occurs once."""
+    """Yield the keys of a screen and its panels that have an effect now.
+
+    Each action occurs once.
+    """
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -129,22 +134,26 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if each word of the query is a prefix of a word in `words`."""
+    """True if each word of the query is a prefix of a word in `words`; False for an empty query."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
 
 class KeyDiscovery(DiscoveryHit):
-    """A key of the screen, listed before the commands of all screens."""
+    """An entry for a key of the screen, listed before the commands of all screens."""
 
     @property
     def score(self) -> float:
-        """A score above those of Textual's own hits, which are 0."""
+        """The sort score, above the 0 of Textual's own entries."""
         return 1.0
 
 
 class PaletteEntry(NamedTuple):
-    """A key of the screen in the palette."""
+    """A key of the screen as an entry of the palette.
+
+    `moves` is True if its action moves within a list or a screen. `other_words` are words by which
+    users may search for it.
+    """
 
     key: str
     words: str
@@ -154,7 +163,7 @@ class PaletteEntry(NamedTuple):
 
 
 class KeysProvider(Provider):
-    """Provides every key of the screen: its description, its panel, and the key itself."""
+    """Provides an entry for every key of the screen: the key, its panel, and its description."""
 
     def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
@@ -167,7 +176,7 @@ class KeysProvider(Provider):
             yield PaletteEntry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
-        """Yield all keys except those that move within a list."""
+        """Yield all keys except those that only move within a list or a screen."""
         for each in self._entries():
             if not each.moves:
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
@@ -188,7 +197,7 @@ class AppProvider(Provider):
     """Provides the commands of all screens."""
 
     async def discover(self) -> Hits:
-        """Yield all commands, below the keys of the screen."""
+        """Yield the commands of all screens, which are listed below the keys of the open screen."""
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             shown = entry(APP_KEYS.get(title, ""), title, more)
             yield DiscoveryHit(shown, command, text=title)
@@ -204,7 +213,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered: OfferedKey) -> None:
-    """Run the key's action on the panel that has the key."""
+    """Run the key's action, after focusing the panel to which the key belongs."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()
@@ -212,7 +221,7 @@ async def _press(app: BaseApp, offered: OfferedKey) -> None:
 
 
 class RunsProvider(Provider):
-    """Provides every run by its id, model and devices."""
+    """Provides an entry for every run, found by its id, workload and devices."""
 
     async def startup(self) -> None:
         """Read the list of runs once, while the palette opens."""
@@ -241,7 +250,7 @@ class RunsProvider(Provider):
 
 
 class SettingsProvider(Provider):
-    """Provides every setting by its label. A hit opens the settings dialog at that setting."""
+    """Provides an entry for every setting, which opens the settings dialog at that setting."""
 
     async def search(self, query: str) -> Hits:
         """Yield the settings that match the query."""

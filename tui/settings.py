@@ -17,7 +17,7 @@ FILE_NAME = "settings.toml"
 
 
 class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When to alert the user about a device or a training, and how."""
+    """Settings of alerts: what happens on an alert, and from which thresholds there is one."""
 
     bell: bool = False  # ring the terminal's bell
     command: str = ""  # a program with its arguments, started for each alert
@@ -26,7 +26,10 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All persistent settings. The file contains only values that differ from these defaults."""
+    """All persistent settings of the app.
+
+    The file contains only those that differ from these defaults.
+    """
 
     theme: ThemeName = "dark"
     interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # seconds between readings
@@ -45,9 +48,10 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Return the settings in a file, or the defaults if there is no file.
+    """Return the settings in a file, and a message.
 
-    The second result is a message that says why the file is ignored, if it can't be read.
+    If there is no file, return the defaults. If the file can't be read, return the defaults and a
+    message that says why; otherwise the message is "".
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -60,7 +64,7 @@ def load_settings(path: Path) -> tuple[Settings, str]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Write the settings that differ from the defaults.
+    """Write the settings that differ from the defaults to a file.
 
     Raises RequestError if the file can't be written.
     """

@@ -1,4 +1,4 @@
-"""Simulates a training that uses a plan.
+"""Simulates a training by a plan, for the demo.
 
 One card overheats now and then, and the shares are adjusted by the same rule as in real trainings.
 """
@@ -33,7 +33,10 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """The demo's two cards, which train once `train` is called. `clock` returns seconds."""
+    """A source with the demo's two cards, which train after a call of `train`.
+
+    `clock` returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(catalogue(CARDS), builder=SnapshotBuilder(TrainingRates(tuple), clock))
@@ -42,9 +45,9 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start training with this plan from the next reading on.
+        """Start a training by this plan, which begins with the next reading.
 
-        The plan has a share for each device. Can be called from any thread.
+        The plan must have a share for each card. It is safe to call this from any thread.
         """
         shares = plan.layout.share
         names = [device.label for device in self.devices()]
@@ -81,9 +84,10 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training to the time `now` and return the ranks' reports.
+        """Advance the training to the time `now`, and return the reports of its ranks.
 
-        If the rule changes the shares, they take effect at the next reading.
+        `slowed` is the fraction of its speed that the first card has lost. If the rule changes the
+        shares, the change takes effect at the next reading.
         """
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
@@ -129,7 +133,7 @@ class TrainingSource(SimulatedSource):
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
-    """Return the reading of a device that is throttled because of heat."""
+    """Return the sample of a device as if it were throttled because of heat."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
     held = {
         "throttled_percent": value(100 * SLOWED),

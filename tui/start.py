@@ -1,8 +1,10 @@
-"""Starts the app on a terminal, and exits if the terminal disappears without a signal.
+"""Starts the app on a terminal or for a browser, and exits if the terminal disappears.
 
-The same holds for the server of a browser session. The devices are first read while Textual is
-being imported. Only processes of the terminal's own session receive SIGHUP; without it Textual's
-writer thread blocks forever on a closed terminal, and the event loop runs no signal handler.
+The devices are first read while Textual is being imported, because both take time.
+
+Only processes of the terminal's own session receive SIGHUP when the terminal disappears. Without
+that signal, Textual's writer thread blocks forever on the closed terminal, and the event loop runs
+no signal handler. So a thread watches the terminal.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def has_app() -> bool:
 
 
 def prepare_app() -> None:
-    """Disable garbage collection for the start of the app.
+    """Check that the app is installed, and disable garbage collection for its start.
 
     Raises RequestError with the install command if the app's libraries are missing.
     """
@@ -64,9 +66,11 @@ def run_app(
 ) -> int:
     """Run the app on this terminal and return the exit code.
 
-    `options` are passed to the app. `serving` is called with a function that returns the latest
-    reading, and its context is held while the app runs. RequestError and DeviceError (invalid
-    devices or address, app not installed) are raised before the terminal is changed.
+    `options` are passed to the app. `serving` is a function that returns the context in which the
+    app runs, such as a metrics server; its argument is a callable that returns the latest snapshot.
+
+    Raises RequestError or DeviceError before the terminal is changed: for invalid devices or an
+    invalid address, and if the app isn't installed.
     """
     prepare_app()
     path = settings_path()
@@ -92,9 +96,9 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored and the user may start one on this terminal.
+    """True if no run is stored yet and the user may start a search on this terminal.
 
-    It is False if the app is read-only or shows a replay.
+    It is False for a read-only app and for a replay.
     """
     from evener.balancer.store.runs import have_runs
 
@@ -103,14 +107,14 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True on a terminal, False if the app is drawn in a browser."""
+    """True if the app is drawn on a terminal, False if it is drawn in a browser."""
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo after the user left the app for it, and return its exit code.
+    """Run the demo after the user has left the app for it, and return the demo's exit code.
 
-    The demo stores nothing.
+    It is a separate process, which stores nothing.
     """
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -120,7 +124,10 @@ def draw_app(
     app: EvenerApp,
     around: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
 ) -> int:
-    """Run an app on this terminal inside the context `around`, and return the exit code."""
+    """Run an app on this terminal inside the context `around`, and return the exit code.
+
+    After the app, print its closing lines or where the traceback of a crash is.
+    """
     app.publisher.start()
     app.snapshot = app.publisher.latest()
     with watching_terminal(app.hang_up, app.close_threads):
@@ -146,9 +153,9 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Point the standard streams at /dev/null.
+    """Redirect the standard streams to /dev/null, because the terminal is gone.
 
-    Python flushes them as it exits, and would exit with 120 because the terminal is gone.
+    Python flushes the streams when it exits; if that failed, it would exit with 120.
     """
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -157,9 +164,10 @@ def _discard_output() -> None:
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """Stop the app's threads and Textual's input thread.
+    """Stop the app's threads, and Textual's input thread.
 
-    SIGCONT, which follows a hang-up, starts another input thread.
+    The input thread may be running again, because SIGCONT, which follows a hang-up, starts another
+    one.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
@@ -167,9 +175,10 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Point `sys.__stderr__` at the terminal of standard output while the app runs.
+    """Return a context in which `sys.__stderr__` is the terminal of standard output.
 
-    Textual draws on `sys.__stderr__`. Nothing is changed if stderr is a terminal.
+    Textual draws on `sys.__stderr__`, which may be redirected to a file. If it is a terminal,
+    nothing is changed.
     """
     before = sys.__stderr__
     if before is not None and before.isatty():
@@ -191,8 +200,8 @@ CODE = 129  # the exit code after SIGHUP
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Return a context in which a hang-up of the terminal ends the app.
 
-    `leave` is called immediately. If the app still runs after a grace period, `end` is called and
-    the process exits.
+    `leave` is called immediately, to exit the app. If the app still runs after `GRACE_SECONDS`,
+    `end` is called to stop its threads, and the process exits.
     """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield

@@ -103,9 +103,10 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with the budget from the command line, and the seconds to add to a run.
+    """Return the request with the budget of the command line, and the seconds to add to a run.
 
-    The seconds are None unless a run is extended. Raises RequestError for `+5m` without a run.
+    The seconds are None unless the run `resume` is extended, as by `--budget +5m`. Raises
+    RequestError for `+5m` without `--resume`.
     """
     if budget is None:
         return request, None
@@ -123,7 +124,7 @@ def _read_budget(
 
 
 def _run_dry(job: Job, as_json: bool) -> int:
-    """Print the result of a dry run, and return the exit code."""
+    """Run a dry run, print its result, and return the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
         result = dry_run(job, _phase_printer(), stop)
@@ -135,7 +136,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints the name of each phase once, as it begins."""
+    """Return a progress callback that prints the name of each phase once, when the phase begins."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -209,10 +210,10 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """Resume a comparison.
+    """Open the run `resume` to continue its comparison.
 
-    Raises RequestError if the run is a search without a comparison, or if `others`, the options
-    that choose layouts, are given too.
+    Raises RequestError if the run isn't a comparison, or if `others`, the value of an option that
+    chooses layouts, is given too: the layouts of a run can't be changed.
     """
     if others:
         raise RequestError(

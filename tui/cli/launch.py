@@ -143,7 +143,8 @@ def launch(
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
     """Run all training processes of this host, and return the exit code.
 
-    Prints when they start and end.
+    Prints `starts` when they start, and how long the training took. A script that never reads its
+    plan has the exit code of a RequestError.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -173,10 +174,11 @@ def _print_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Print the summary of a training, and save it in the training's run.
+    """Print the summary of a training, and save it with the training's run.
 
-    Does nothing if no process reported its steps. `before` is a list of all processes, taken when
-    the training began.
+    Does nothing if no process reported its steps. `before` is the CPU use of all processes when the
+    training began; it shows which other programs competed for cores. `notes` are the ranks' notes
+    from `evener run`, by which the first shares are compared with the last.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
@@ -198,14 +200,14 @@ def _print_summary(
 
 
 def _name(job: HostJob) -> str:
-    """Return the script's name without its folder, or `-m` and the module."""
+    """Return the script's name without its directory, or "-m" with the module's name."""
     return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return the shares of this host as text: 5 rows on CPU:0, 2 × 410 on GPU:1.
+    """Return the shares of this host as text, such as 5 rows on CPU:0, 2 × 410 rows on GPU:1.
 
-    A device without rows holds a part of a sharded model's state.
+    For a device without rows, the text has the part of a sharded model's state that it holds.
     """
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
@@ -218,7 +220,7 @@ def _list_shares(job: HostJob) -> str:
 
 
 def _print_other_hosts(job: HostJob, max_restarts: int) -> None:
-    """Print the command to run on each of the other hosts."""
+    """Print, for each other host of the plan, the command to run there."""
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     if not job.use_file:
         options.append(OPTION)
@@ -311,14 +313,14 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Return the devices on which a program starts as text: starts on GPU:0, GPU:1."""
+    """Return the devices on which a program starts as text, such as "starts on GPU:0, GPU:1"."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if `--noise` is given and the plan has only one device.
+    """Raise RequestError if the plan has only one device, for `--noise`.
 
     The noise scale is computed from differences between the gradients of several devices.
     """

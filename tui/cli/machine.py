@@ -77,7 +77,10 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks, and a text that names the devices `evener balance` would use."""
+    """Return the checks of this machine or cluster, and a text that names the devices to use.
+
+    These are the devices that `evener balance` would use.
+    """
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # what can't be had is its own sentence
         return check_machine(), _name_devices(found.devices)
@@ -85,9 +88,10 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 
 
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Return the checks of the links between devices, and the measurements.
+    """Return the checks of the links between devices, and the measurements of the links.
 
-    Failed measurements are printed as soon as they end.
+    A measurement that fails is printed immediately. Raises RequestError for devices of a cluster,
+    and for simulated devices, which have no links.
     """
     if parse_request(devices)[0].host is not None:
         raise RequestError(
@@ -106,17 +110,17 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Return the labels of the devices as text.
-
-    Of many devices, it has the first labels and the number of the others.
-    """
+    """Return the devices' labels as text; those after the first `MOST_NAMED` are only counted."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Return one line that says whether `evener balance` can run, and if not, why."""
+    """Return one line that says whether `evener balance` can run, and if it can't, why.
+
+    `devices` is the text that names the devices it would use.
+    """
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

@@ -1,7 +1,7 @@
-"""The entry point of the command line: it calls the command, and turns errors into exit codes.
+"""The entry point of the command line: runs a command, and turns errors into exit codes.
 
-The module of a command is imported when the command runs, so that no command waits for the imports
-of another one.
+The module of a command is imported only when that command runs, so that no command waits for the
+imports of another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODULES = {  # of the commands, in the order of --help
 
 
 class _Commands(TyperGroup):
-    """Commands whose modules are imported when they are looked up."""
+    """The group of all commands, which imports a command's module when the command is looked up."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -49,7 +49,10 @@ class _Commands(TyperGroup):
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command with this name, and import its module."""
+        """Return the command with the name `cmd_name`, after importing its module.
+
+        Return None if there is no such command.
+        """
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")
@@ -120,9 +123,9 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError for an option of the app in front of a command.
+    """Raise RequestError if an option of the app precedes the command, as in `evener --ascii runs`.
 
-    The command would ignore such an option.
+    The command would silently ignore that option.
     """
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -158,9 +161,9 @@ def show_help(
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command as a program, and return the exit code.
+    """Run a command as the program's main function, and return its exit code.
 
-    The standard streams of a program may be closed at any time.
+    Unlike `run`, it first guards the standard streams, which may be closed at any time.
     """
     guard_streams()
     code = run(arguments)
@@ -170,7 +173,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code.
+    """Run the command line `arguments` and return the exit code.
 
     An EvenerError is printed as one sentence, without a traceback.
     """
@@ -203,7 +206,7 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat an option before each of its values, as the parser requires.
+    """Repeat an option before each of its values, because the parser takes one value per option.
 
     `--gpus 0 1 --batches 820,568` becomes `--gpus 0 --gpus 1 --batches 820 --batches 568`.
     """

@@ -110,9 +110,10 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that makes the context in which metrics are served.
+    """Return a function that returns the context in which metrics are served.
 
-    Without `--metrics`, the context does nothing. Raises RequestError if the options contradict
+    The function's argument is a callable that returns the latest snapshot. Without `--metrics`
+    (`address` is None), the context does nothing. Raises RequestError if the options contradict
     each other or the address is invalid.
     """
     if address is None:
@@ -150,10 +151,10 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Yield a single settled reading or, if `loops`, a reading every `pause` seconds.
+    """Yield one snapshot that has rates or, if `loops`, a snapshot every `pause` seconds.
 
-    If a reading fails in a loop, for example because no file descriptor is free, the last reading
-    is repeated and marked stale. Raises DeviceError if there is no earlier reading.
+    If a reading fails in a loop, for example because no file descriptor is free, yield the last
+    snapshot again, marked as stale. Raises DeviceError if there is no earlier snapshot.
     """
     from evener.devices.sampler import stale
 
@@ -176,9 +177,9 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Return the first reading, after waiting until the next one has rates.
+    """Return the first snapshot, after waiting long enough for the next one to have rates.
 
-    Raises DeviceError if it fails.
+    Rates need two readings. Raises DeviceError if the devices can't be read.
     """
     try:
         first = source.sample()
@@ -198,9 +199,10 @@ def _unreadable(error: OSError) -> DeviceError:
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """Return the reading as text for standard output.
+    """Return a snapshot as text for standard output.
 
-    On a terminal, the text has its width and colours.
+    On a terminal, the text has the terminal's width and colours; otherwise it is plain. If
+    `ascii_only`, it contains only ASCII characters.
     """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
@@ -224,9 +226,9 @@ _CODES: dict[Tone, str] = {
 
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
-    """Format a snapshot as text: host, notes, devices, links, processes and trainings.
+    """Return a snapshot as text: host, notes, devices, links, processes and trainings.
 
-    Lines have at most `width` cells.
+    Lines have at most `width` cells. If `colour`, the text has ANSI escape sequences.
     """
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
@@ -239,15 +241,16 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 
 
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield a line for each link between the devices that was measured before."""
+    """Yield a line for each link between the devices that was measured earlier."""
     for link in _list_links(snapshot):
         yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
 
 def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
-    """Return the earlier measurements of links between the devices.
+    """Return the stored measurements of links between the snapshot's devices.
 
-    The module that reads them is only imported if there are at least two devices.
+    The module that reads them is imported only if there are at least two devices, because the
+    import takes time.
     """
     if len(snapshot.devices) < 2:
         return ()
@@ -257,7 +260,10 @@ def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
-    """Return the data that `--json` prints: the snapshot, with its reports joined to trainings."""
+    """Return the data that `--json` prints for a snapshot.
+
+    The reports of training processes are replaced by the trainings to which they belong.
+    """
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     document["links"] = _list_links(snapshot)
     del document["reports"]
@@ -265,7 +271,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the host's name with its driver, if known, and the notes on the machine."""
+    """Yield the host's name with its driver, if that is known, and the notes about the machine."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -275,7 +281,7 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
     """Return the trainings of the snapshot.
 
-    The module that joins them is only imported if there are any.
+    The module that joins reports to trainings is imported only if there are reports.
     """
     if not snapshot.reports:
         return ()
@@ -285,7 +291,10 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield the table of trainings; then, for each training, its ranks and what slows it down."""
+    """Yield the table of trainings, then the ranks of each training and what slows it down.
+
+    A training of one process without an id is only in the table, which has all of its values.
+    """
     rows = _join(snapshot)
     if not rows:
         return
@@ -314,8 +323,9 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to a browser until a signal arrives, and return the exit code.
 
-    `look` are options of the app; a value of True stands for an option without a value. Raises
-    RequestError or DeviceError if the app couldn't start with this request.
+    `look` has options of the app by their flags; a flag without a value has the value True. `port`
+    0 takes a free port. Raises RequestError or DeviceError if the app couldn't start with these
+    devices.
     """
     from evener.devices.sampler import open_sampler
 

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, among them those of a request."""
+"""Command-line options that several commands share, such as the options of a search request."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the group in which `--help` lists a request's option."""
+    """Return the option factory for the group in which `--help` lists a request's option."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Return a decorator that adds these options of a request to a command.
+    """Return a decorator that adds the options `names` of a search request to a command.
 
-    The decorated command gets the request as its first argument. The value that it returns becomes
+    The decorated function gets the request as its first argument. The value that it returns becomes
     the exit code.
     """
     fields = inspect.signature(Request).parameters
@@ -129,6 +129,9 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return the sort key of an option in `--help`: its group, with rarely used options last."""
+    """Return the sort key of an option in `--help`.
+
+    Options are sorted by group, with the rarely used ones at the end of a group.
+    """
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

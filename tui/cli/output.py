@@ -1,8 +1,9 @@
 """The outputs of a command: standard streams, which may be lost while it runs, and files.
 
-A stream is lost if its pipe, terminal or descriptor is closed. Losing standard error never ends a
-command. Losing standard output does: `ReaderGoneError` is raised if nobody reads it, `OutputError`
-if its file can't be written. Files are checked before anything is measured.
+A stream is lost if its pipe, terminal or descriptor is closed. If standard error is lost, the
+command continues. If standard output is lost, the command ends: writing raises `ReaderGoneError` if
+nobody reads the output, and `OutputError` if it is a file that can't be written. Output files are
+checked before anything is measured.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Standard output has no reader any more.
+    """Raised if nobody reads standard output any more.
 
-    It isn't an OSError, because argument parsers handle those themselves.
+    It isn't an OSError, because argument parsers handle OSErrors themselves.
     """
 
 
 class OutputError(RequestError):
-    """Standard output is a file that can't be written, for example on a full disk.
+    """Raised if standard output is a file that can't be written, for example on a full disk.
 
-    Reported on standard error.
+    It is always reported on standard error, even with `--json`.
     """
 
 
 class _GuardedFile(io.FileIO):
-    """A file that ignores further writes after the first write that fails.
+    """A file that ignores all writes after the first write that fails.
 
-    The write that fails may raise an error.
+    If `raises`, the first failed write raises ReaderGoneError or OutputError.
     """
 
     def __init__(self, descriptor: int, raises: bool) -> None:
@@ -51,7 +52,7 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
 
     def write(self, data: object) -> int:
-        """Return the number of bytes written. Lost bytes are counted too."""
+        """Write `data` and return its number of bytes, even if they were lost."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -78,9 +79,10 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run.
+    """True if the full-screen app can run here.
 
-    It runs in a browser, and on a terminal that can position the cursor.
+    It can run in a browser (Textual's driver is given), and on a terminal that can position the
+    cursor.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True
@@ -90,8 +92,8 @@ def draws_screens() -> bool:
 def guard_streams() -> None:
     """Replace the standard streams by streams that survive being closed.
 
-    A stream that is already closed is opened on /dev/null. Otherwise the next file that is opened,
-    such as a journal, would get its descriptor and its output.
+    A standard stream that is already closed is opened on /dev/null. Otherwise the next file to be
+    opened, such as a journal, would get the stream's descriptor and its output.
     """
     for descriptor in range(3):
         try:
@@ -104,9 +106,9 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return a similar character for a character that the stream's encoding lacks.
+    """Return similar ASCII characters for those that the stream's encoding lacks.
 
-    An ASCII terminal, for example, lacks most characters.
+    This is an error handler for `codecs`, so it also returns the position at which to continue.
     """
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
@@ -128,7 +130,10 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:
-    """Print the error to standard error, or as JSON to standard output. Returns its exit code."""
+    """Print an error to standard error, and return its exit code.
+
+    If `as_json`, print it as JSON to standard output instead.
+    """
     if as_json:
         error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
         print(json_text({"error": error}), flush=True)
@@ -138,7 +143,10 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
 
 
 def check_plan_file(path: Path, option: str) -> None:
-    """Raise RequestError unless a plan can be written to `path`."""
+    """Raise RequestError unless a plan can be written to `path`.
+
+    `option` is the option that named the path, for the message.
+    """
     if path.suffix not in (".toml", ".json"):
         remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
         raise RequestError(
@@ -153,9 +161,9 @@ def check_plan_file(path: Path, option: str) -> None:
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """Raise RequestError if the file exists and isn't a plan.
+    """Raise RequestError with this `remedy` if the file exists and isn't a plan.
 
-    A plan may be replaced, because its run still has it.
+    A plan may be replaced, because the run that found it still has it.
     """
     if path.is_file():
         try:
@@ -165,14 +173,14 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
 
 
 def check_export(path: Path | None) -> None:
-    """Raise RequestError if `--export` is given and a plan can't be written to that file."""
+    """Raise RequestError if `path`, the value of `--export`, is given but can't be written."""
     if path is not None:
         check_plan_file(path, "--export")
         check_replaceable(path)
 
 
 def check_new(path: Path, force: bool) -> None:
-    """Raise RequestError if the file exists, unless `force` is set."""
+    """Raise RequestError if the file exists already, unless `force` is True."""
     if not force and path.exists():
         raise RequestError(
             f"{path} exists already.", "Add --force to replace it, or name another file."

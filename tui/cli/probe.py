@@ -97,9 +97,10 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """Return the length of a run from `--seconds` or `--steps`.
+    """Return the length of a run from the values of `--seconds` and `--steps`.
 
-    Raises RequestError if both are given or the time is out of range.
+    Without either, return the default. Raises RequestError if both are given or the time is out of
+    range.
     """
     if steps is not None:
         if seconds is not None:
@@ -118,11 +119,11 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the `--devices` value, and the positions in it of the devices that `--gpus` names.
+    """Return the `--devices` value, and the indices in it of the devices that `--gpus` names.
 
-    With `--devices`, the numbers of `--gpus` are positions in its list. Without it, they are
-    indices of this machine's devices. The positions are None without `--gpus`: the first devices
-    are used.
+    With `--devices`, the numbers of `--gpus` are indices in its list. Without `--devices`, they are
+    indices of this machine's devices. Without `--gpus`, the indices are None: the first devices are
+    used.
     """
     if gpus is None:
         return spec, None
@@ -148,7 +149,10 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print the result of a run, and the doubts about it, to standard error."""
+    """Print the result of a run and the doubts about it to standard error.
+
+    `number` counts the runs from 1, and `repeat` is the number of all runs.
+    """
     interval = run.this_run
     error = half_width(interval.value, interval.low, interval.high)
     say(f"run {number} of {repeat}: {rate(interval.value)} samples/s ± {error}")
@@ -158,14 +162,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Describe the doubts about a run, with the option that makes the run longer."""
+    """Describe the doubts about a run, and name the option that makes a run longer."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """Return the table of all runs."""
+    """Return the table of all runs; it has columns for energy if any run measured power."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
@@ -192,8 +196,8 @@ def _rows(
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table.
 
-    For each run there is a row per device, and one for all devices together. The last rows are for
-    all runs together.
+    Each run has a row for each device and, if there are several devices, one for all of them
+    together. The last row is for all runs together.
     """
     several = len(layout.active) > 1
     whole_batch = str(layout.global_batch)
@@ -222,9 +226,9 @@ def _rows(
 def _cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return the cells for samples/s, its error and the peak memory.
+    """Return the cells for samples/s, its error, and the peak memory.
 
-    With `energy`, also return cells for samples per joule and watts.
+    If `energy`, also return cells for samples per joule and watts. An unknown value (None) is "-".
     """
     shown = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)

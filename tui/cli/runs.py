@@ -118,7 +118,10 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """Parse a list of states such as `failed,stopped`. Raises RequestError for an unknown state."""
+    """Parse a list of states such as `failed,stopped`; return None for None.
+
+    Raises RequestError for an unknown state.
+    """
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
@@ -144,9 +147,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return why the last training by a search's plan was slower than planned.
+    """Return why the last training that used a search's plan was slower than the plan.
 
-    Return an empty string if it wasn't slower, or if there was no training.
+    Return "" if it wasn't slower, or if no training has used the plan.
     """
     trained = summary.trained
     if trained is None or not trained.falls_short:
@@ -178,9 +181,9 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """Return the first few devices as text.
+    """Return the run's first few devices as text.
 
-    A training's devices are product names; equal names are counted.
+    The devices of a training are product names; equal names are counted.
     """
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
@@ -189,7 +192,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Format the samples/s that the last training reached, and the number of trainings."""
+    """Return the samples/s of the last training by a plan, and the number of trainings."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
@@ -324,7 +327,10 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete these runs. Without `yes`, asks on a terminal, and raises RequestError elsewhere."""
+    """Delete these runs after a confirmation, or without one if `yes`.
+
+    Raises RequestError if a confirmation is needed but standard input isn't a terminal.
+    """
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError(
@@ -421,9 +427,9 @@ def replay(
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
-    """Print a session's events to standard error and its result to standard output.
+    """Print a session's events to standard error, and its result to standard output.
 
-    Return the result, or None if there is none.
+    Return the result; None if the session ended without one.
     """
     state = SessionState()
     for event in events:

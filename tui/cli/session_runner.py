@@ -37,7 +37,10 @@ PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first o
 
 
 class _Progress:
-    """A session's state, and the messages shown below the lines that are redrawn."""
+    """A session's state, and messages to the user while the session runs.
+
+    The messages are shown below the live lines, which are redrawn on a terminal.
+    """
 
     def __init__(self) -> None:
         self.state = SessionState()
@@ -45,10 +48,7 @@ class _Progress:
         self.drawn = False  # True while the lines are on a terminal
 
     def say(self, text: str) -> None:
-        """Show a message below the lines that are redrawn.
-
-        If there are no such lines, print it to standard error.
-        """
+        """Show a message below the live lines; without live lines, print it to standard error."""
         if self.drawn:
             self.messages.append(text)
         else:
@@ -62,14 +62,16 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan to `export`, and call `show`.
+    """Run a session to its end, save its plan to `export`, print the result, return the exit code.
 
-    `show` gets the result, the devices' labels and the next steps. Returns the exit code.
+    The result is printed by `show`, whose arguments are the session, the result, the devices'
+    labels and the next steps. If `as_json`, it is printed as a JSON document instead, to which the
+    data that `more` returns is added.
 
-    The JSON document has the plan, the verdict and what `more` returns. The exit code is 0, or 128
-    plus the number of the signal that interrupted the session. If the journal can't be written, the
-    exit code is that of the error; what was measured until then is saved and shown first. Signals
-    are caught until everything is written, so that no signal leaves an incomplete file.
+    The exit code is 0, or 128 plus the number of the signal that interrupted the session. If the
+    journal can't be written, the exit code is that of the error; what was measured until then is
+    saved and shown first. Signals are caught until everything is written, so that no signal leaves
+    an incomplete file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -109,9 +111,9 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """Return the result, and the error if the journal couldn't be written.
+    """Run the session and return its result, and the error if the journal couldn't be written.
 
-    Raises the error if there is no result.
+    Raises that error if there is no result.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -128,7 +130,8 @@ def result_json(
 ) -> dict[str, object]:
     """Return the result as JSON-serializable data.
 
-    It has the run, the verdict's fields and text, `more`, the plan, and the next steps.
+    It has the run's id, the verdict as fields and as text, the data `more`, the plan, and the next
+    steps.
     """
     return {
         "run": run,
@@ -142,7 +145,7 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """Print a line to standard error. Can be called from a signal handler."""
+    """Print a line to standard error. It is safe to call from a signal handler."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 
@@ -154,11 +157,11 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     say: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop`.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop` and print `words`.
 
-    Its value is the list of exit codes of the caught signals. A second signal raises
-    KeyboardInterrupt, unless it follows the first one within a second, which happens when a key is
-    pressed twice.
+    The context's value is a list that gets the exit code of the caught signal. A second signal
+    prints `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
+    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -180,7 +183,10 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Show the session's progress, and return its result."""
+    """Run the session, show its progress on standard error, and return its result.
+
+    If `as_json`, no live lines are drawn, only log lines.
+    """
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
@@ -197,9 +203,9 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Return a context in which lines on the terminal are redrawn.
+    """Return a context in which live lines are redrawn on the terminal.
 
-    The lines are removed at the end of the context; text that was printed meanwhile stays.
+    They are removed at the end of the context; text that was printed meanwhile stays.
     """
     from rich.console import Console, Group
     from rich.live import Live
@@ -226,16 +232,16 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the lines of a running search on a terminal.
+    """Return the live lines of a running search on a terminal.
 
-    They show the devices, the best layout so far, what is being measured, and the time left.
+    They show the devices, the best layout so far, what is being measured, and the remaining time.
     """
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 
 def _print_line(line: str, live: Live | None) -> None:
-    """Print a line above the lines that are redrawn."""
+    """Print a line to standard error; with live lines, above them."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

@@ -1,6 +1,6 @@
-"""Explains errors in a command line in evener's words instead of the parser's.
+"""Explains errors in a command line in evener's own words instead of the parser's.
 
-The parser's exception classes are private to typer, so they are recognised by their names and
+The exception classes of the parser are private to typer, so they are recognized by their names and
 attributes.
 """
 
@@ -22,7 +22,10 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """Return the error to print for a parser's exception; None for any other exception."""
+    """Return the error to print for an exception of the parser; None for any other exception.
+
+    `command` is the command line's command, such as "evener probe", unless the exception knows it.
+    """
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None
@@ -43,9 +46,9 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument, option or value of an option.
+    """Return the error for a missing argument, option, or value of an option.
 
-    Return None if nothing is missing.
+    Return None if the exception has another cause. `look` is the remedy, which names the help.
     """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
@@ -62,7 +65,7 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
     """Return the error for an unknown option or command, with similar names.
 
-    Return None if nothing is unknown.
+    Return None if the exception has another cause. `look` is the remedy if no option is similar.
     """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
@@ -84,7 +87,8 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
     """Return the error for a value that an option doesn't accept, with the accepted values.
 
-    Return None for other exceptions.
+    Return None if the exception has another cause. `look` is the remedy if these values are
+    unknown.
     """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
@@ -97,17 +101,14 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return an option as the user types it, or an argument by its name in the help."""
+    """Return the name of a parameter as in the help: an option's flag, or an argument's metavar."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Return the values that a parameter accepts as text.
-
-    Return an empty string unless they are numbers or choices.
-    """
+    """Return the values that a parameter accepts as text; "" unless they are numbers or choices."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(each, "value", each)) for each in choices])
@@ -123,5 +124,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return words joined to a choice: created, time or workload."""
+    """Return words joined to a choice, such as "created, time or workload"."""
     return join_words(words, "or")

@@ -26,7 +26,10 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """Shows the form or the app's session, which continues while another screen is open."""
+    """Shows the form, or the app's session with its result.
+
+    A session continues while another screen is open.
+    """
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -44,17 +47,17 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The id of the session's run; empty if there is none."""
+        """The id of the session's run; "" if there is none."""
         return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
-        """Return the form and the view of the search."""
+        """Yield the switcher between the form and the view of the search."""
         with ContentSwitcher(initial="setup", id="switch"):
             yield BalanceForm(id="setup")
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Follow the session, the snapshots and failed starts.
+        """Watch the session, the snapshots, and the errors of sessions that couldn't start.
 
         Without a session, focus the list of models.
         """
@@ -65,7 +68,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """The keys for the next steps after a result that work now."""
+        """Return the keys that lead on from a result, without those that are disabled now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -96,23 +99,23 @@ class BalanceScreen(RunActions, PanelScreen):
         self.refresh_bindings()
 
     def _sampled(self) -> None:
-        """Update only the device rows."""
+        """Update the device rows with the newest samples, and nothing else."""
         if self.is_current and self.evener.balance != SessionState():
             self.query_one(SearchDevicePanel).set_data(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
-        """Draw the current state of the session, and the form."""
+        """Draw the form and the current state of the session."""
         self.fit_frames()
         self._sampled()
         self.query_one(BalanceView).set_data(self.evener.balance)
         self.query_one(BalanceForm).redraw()
 
     def on_resize(self) -> None:
-        """Add or remove frames to suit the new size."""
+        """Redraw for the new size."""
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that work now."""
+        """Enable only the keys that have an effect now. Textual hides the others."""
         if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):
@@ -133,14 +136,17 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if the form can be shown, or the run can be resumed."""
+        """True if the form can be shown ("new") or the run can be resumed ("go_on")."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if a result can be read or written, or a training can use it."""
+        """True if the search has a result on which this action is possible.
+
+        The actions are reading the result, writing its plan or report, and training by the plan.
+        """
         finished = self.evener.balance.finished
         if finished is None:
             return False
@@ -152,11 +158,11 @@ class BalanceScreen(RunActions, PanelScreen):
         return recommends_plan(finished) and has_script
 
     def action_pause(self, paused: bool) -> None:
-        """Pause the search, or resume it."""
+        """Pause the search if `paused` is True, else resume it."""
         self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
-        """End the search after a confirmation; the best plan so far is kept."""
+        """Stop the search after a confirmation; the best plan so far is kept."""
         question = "Stop the search? The best plan so far is kept."
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
@@ -168,7 +174,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Ask for a training command, then write the plan and start the command."""
+        """Ask for a training command, then write the plan and start that command."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)
@@ -189,6 +195,6 @@ class BalanceScreen(RunActions, PanelScreen):
             self.open_details("Measurement", lambda width: probe_lines(row, width))
 
     def action_new(self) -> None:
-        """Return to the form."""
+        """Return to the form for another search."""
         self.evener.forget_session()
         self.query_one("#pick-workload", Ticks).focus()

@@ -107,14 +107,15 @@ _BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices"
 
 
 def field_label(name: str) -> str:
-    """Return the form's label of a field."""
+    """Return the form's label for a field."""
     return _LABELS.get(name) or name.replace("_", " ")
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
     """Return a command-line error message in the form's terms, and the field that it names first.
 
-    The field is "" if the message names no option.
+    Options such as --global-batch become the form's labels. The field is "" if the message names no
+    option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -125,9 +126,9 @@ def to_form_terms(text: str) -> tuple[str, str]:
 
 
 class Model(NamedTuple):
-    """An entry of the list of models.
+    """An entry in the list of models: its label, a note, and whether it is the user's own.
 
-    `name` is the value for `--workload`, empty for the entry "another file".
+    `name` is the value for `--workload`; it is "" for the entry "another file".
     """
 
     name: str
@@ -137,10 +138,11 @@ class Model(NamedTuple):
 
 
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
-    """Return the models to choose from.
+    """Return the entries for the list of models.
 
-    They are the last model that was balanced, functions in this folder's files, another file, and
-    evener's own networks.
+    They are the model of the last search (`last`), the functions that were found in this
+    directory's files (`found`), "another file", and evener's built-in models. `now` is the Unix
+    time.
     """
     models: list[Model] = []
     if last is not None:
@@ -157,7 +159,7 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 
 def _full_name(workload: str) -> str:
-    """Return a function's name with the absolute path of its file.
+    """Return a function's name with the absolute path of its file, to compare names.
 
     Two spellings of the same file then give equal names.
     """
@@ -166,7 +168,10 @@ def _full_name(workload: str) -> str:
 
 
 def _short_path(workload: str) -> str:
-    """Return a function's name with a path relative to the current folder if its file is inside."""
+    """Return a function's name with the path of its file.
+
+    The path is relative to the current directory if the file is in it.
+    """
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -174,7 +179,10 @@ def _short_path(workload: str) -> str:
 
 
 def _last_balanced_text(last: RunSummary, now: float) -> str:
-    """Return when a model was last balanced, and the result."""
+    """Return how long ago a model was last balanced, and the throughput found.
+
+    `now` is the Unix time.
+    """
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -189,9 +197,9 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search over a function of the user whose file still exists.
+    """Return the newest search that measured a function of the user whose file still exists.
 
-    Return None if there is none.
+    Return None if there is no such search.
     """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
@@ -202,9 +210,9 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 class BalanceForm(UsesApp, Vertical):
-    """The form, which starts the search that its fields describe.
+    """The form for a search; it starts the search that its fields describe.
 
-    If a field is invalid, the form marks it and shows why.
+    If a field is invalid, the form focuses the field and shows why.
     """
 
     can_focus = False
@@ -221,9 +229,9 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Make the fields, their options, the explanation of the focused field and buttons.
+        """Yield the fields, the explanation of the focused field, the buttons, and the lesson.
 
-        Below them is the text on what a search does.
+        The lesson, at the bottom, says what a search does.
         """
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
@@ -275,9 +283,9 @@ class BalanceForm(UsesApp, Vertical):
         return bool(devices) and find_backend(devices[0].kind).simulated
 
     def on_mount(self) -> None:
-        """List the devices of this machine and the models.
+        """List the devices of this machine and the built-in models.
 
-        Models in this folder are added as they are found.
+        The models in this directory are added when they have been found.
         """
         devices = self.evener.trainable
         rows = [
@@ -291,16 +299,15 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     async def find_own_models(self) -> None:
-        """Search this folder's files and the past runs for models, and add them to the list."""
+        """Search this directory's files and the past runs for models, and add them to the list."""
         found = await asyncio.to_thread(find_models, Path.cwd())
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List these models, and tick one unless the user has chosen.
+        """List these models, and tick one of them unless the user has already chosen.
 
-        It is the first of the user's own models, or the default built-in model if neither a file
-        nor a past run has one.
+        It is the first of the user's own models or, if there are none, the default built-in model.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = (
@@ -329,10 +336,10 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show the rows that the other fields require.
+        """Show only the rows that the values of the other fields require.
 
-        The path is shown only for another file, and the other options only if "more" is open. Of
-        these, the layouts are shown only for a comparison, and the largest slowdown only for an
+        The path is shown only for another file, and the other options only if "more" is open. Among
+        them, the layouts are shown only for a comparison, and the largest slowdown only for an
         objective that trades speed.
         """
         if not self._models:
@@ -351,9 +358,9 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Set the heights of the lists of models and devices to what the other fields leave free.
+        """Set the heights of the lists of models and devices so that the other fields fit too.
 
-        If there is room, show what a search does below the form.
+        If there is room, the lesson is shown below the form.
         """
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
@@ -377,10 +384,10 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the number of rows for models.
+        """Return the number of lines for the list of models.
 
-        They are the user's own models, and one of evener's, whose row says how many more follow. If
-        the user has none, return the number of all models.
+        It is enough for the user's own models and one built-in model, which says how many more
+        follow. If the user has no models, it is enough for all built-in ones.
         """
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
@@ -412,7 +419,7 @@ class BalanceForm(UsesApp, Vertical):
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer no start if the app is read-only."""
+        """Disable the start of a search or a dry run if the app is read-only."""
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
@@ -434,7 +441,7 @@ class BalanceForm(UsesApp, Vertical):
             self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
     def _after_dry_run(self, starts: bool | None) -> None:
-        """Start the search if the user chose that in the dry run's dialog."""
+        """Start the search if the user chose that in the dry run's dialog (`starts`)."""
         if starts:
             self.action_send()
 
@@ -448,7 +455,10 @@ class BalanceForm(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show what is wrong with the form and mark the field, until the form is sent again."""
+        """Show an error message and mark the field that it is about, until the form is sent again.
+
+        An empty `text` removes the message and the mark.
+        """
         self._complaint, named = to_form_terms(text)
         wrong = self._find_wrong(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
@@ -465,7 +475,11 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the field that an error message is about."""
+        """Return the field that an error message is about.
+
+        `named` is the field that the message names, or "". Without a name, it is the model whose
+        file the message mentions, or else the list of devices.
+        """
         if named == "own" and self.model.name:
             return "pick-workload"
         if named and self.query(f"#{named}"):
@@ -491,10 +505,7 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error message or, without one, explain the focused field.
-
-        The explanation has up to three lines.
-        """
+        """Show the error message or, if there is none, explain the focused field in a few lines."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:
@@ -506,7 +517,7 @@ class BalanceForm(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """Return what a field means and, for a list, what the entry under the cursor means."""
+        """Return what a field means and, for a list, what its entry under the cursor means."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:
@@ -540,7 +551,10 @@ class BalanceForm(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """Return the newest search over a function of the user; None if runs can't be read."""
+    """Return the newest search that measured a function of the user.
+
+    Return None if there is none, or if the runs can't be read.
+    """
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

@@ -1,6 +1,6 @@
 """The base classes of all screens.
 
-A screen has a bar on top, the keys at the bottom, and its own panels in between.
+A screen has a bar at the top, its own panels, and the keys at the bottom.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ WHERE_WIDE = (  # actions whose keys are shown last, if there is room
 
 
 class PanelScreen(UsesApp, Screen[None]):
-    """A screen of the app; `NAME` is its mode. Panels are redrawn when their size changes."""
+    """A screen of the app; `NAME` is its Textual mode. It is redrawn when its size changes."""
 
     NAME = ""
     BLANK = True  # the panels cover the whole screen
 
     def compose(self) -> ComposeResult:
-        """Make the top bar, the screen's own panels, and the bar of keys."""
+        """Yield the top bar, the screen's own panels, and the bar of keys."""
         yield TopBar(self.NAME)
         yield from self.panels()
         yield KeysBar()
 
     def panels(self) -> Iterable[Widget]:
-        """Return the panels between the bar and the keys."""
+        """Return the screen's own panels, from top to bottom."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Rebuild every panel's lines."""
+        """Rebuild the lines of every panel."""
         raise NotImplementedError
 
     def fit_frames(self) -> int:
         """Give the panels frames if there is room, and stack them on a narrow terminal.
 
-        Return the number of rows that a frame takes.
+        Return the number of lines that a panel's frame takes: 2, or 0 without frames.
         """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
@@ -68,7 +68,10 @@ class PanelScreen(UsesApp, Screen[None]):
         return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Redraw for the new size, once for all panels that changed together."""
+        """Redraw for the new size.
+
+        If several panels changed their sizes together, the screen is redrawn once.
+        """
         event.stop()
         self.call_after_refresh(self.redraw)
 
@@ -77,14 +80,15 @@ class PanelScreen(UsesApp, Screen[None]):
     ) -> None:
         """Open a page of text over the screen.
 
-        The modules that dialogs need are imported when the first dialog opens.
+        `draw(width)` returns its lines; `wide` makes the page wider than other dialogs. The modules
+        of dialogs are imported when the first one opens.
         """
         from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
-        """Redraw what has changed while another screen was open."""
+        """Redraw the screen, because it isn't redrawn while another screen is open."""
         self.query_one(TopBar).redraw()
         self.redraw()
 
@@ -107,12 +111,15 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The snapshot on the screen; None before the first snapshot."""
+        """The snapshot to draw: the newest one, or the one at which the screen was paused.
+
+        It is None before the first snapshot.
+        """
         return self._paused_at or self.evener.snapshot
 
     @property
     def state(self) -> str:
-        """The text for the screen's state: "paused", or empty."""
+        """ "paused" while the screen is paused, else ""."""
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
@@ -125,9 +132,10 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel in rows, borders included; 0 hides the panel.
+        """Set the height of each panel in lines, frame included; 0 hides the panel.
 
-        Nothing is set again while the terminal's size and all heights stay the same.
+        `rows` has the heights by CSS selector. Nothing is set again while these heights and the
+        terminal's size stay the same, because that would lay out the screen again.
         """
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -139,28 +147,28 @@ class SnapshotScreen(PanelScreen):
             panel.styles.height = count
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer pause while running, and resume while paused."""
+        """Enable "Pause" while the screen is updated, and "Resume" while it is paused."""
         return action != "pause" or parameters[0] is (self._paused_at is None)
 
     def action_pause(self, paused: bool) -> None:
-        """Freeze the screen, or resume; sampling continues either way."""
+        """Stop updating the screen if `paused`, else resume; sampling continues in either case."""
         self._paused_at = self.evener.snapshot if paused else None
         self.refresh_bindings()
         self.redraw()
 
     def action_refresh(self) -> None:
-        """Resume, and redraw everything."""
+        """Resume updating the screen, and redraw everything."""
         self.action_pause(False)
         self.refresh(layout=True)
 
     def action_change_interval(self, direction: int) -> None:
-        """Sample more often (-1) or less often (1)."""
+        """Shorten (-1) or lengthen (1) the interval between readings."""
         self.evener.change_interval(direction)
         self.redraw()
 
 
 class SortedScreen(PanelScreen):
-    """A screen with one sorted list and a filter field."""
+    """A screen with one sorted list and a field for its filter."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -169,7 +177,7 @@ class SortedScreen(PanelScreen):
     FILTERED = ""  # the columns that a filter searches, as its field names them
 
     def filter_field(self) -> Input:
-        """Return a new filter field, which is hidden until the user opens it."""
+        """Return a new field for the filter, which is hidden until the user opens it."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property
@@ -178,7 +186,7 @@ class SortedScreen(PanelScreen):
         return self.query_one(SortedPanel)
 
     def action_filter(self) -> None:
-        """Open the filter field for the words that rows must match."""
+        """Open the field for the filter, whose words rows must contain."""
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()
@@ -189,7 +197,7 @@ class SortedScreen(PanelScreen):
         self.sorted_panel.filter_by(event.value)
 
     def on_input_submitted(self) -> None:
-        """Keep the filter and focus the list."""
+        """Keep the filter, close its field, and focus the list."""
         self._close_filter()
 
     def action_end_filter(self) -> None:
@@ -208,14 +216,14 @@ SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "training
 
 
 class TopBar(Lines):
-    """Shows the names of the screens with their keys; a click on a name opens that screen."""
+    """The line with the screens' names and their keys; a click on a name opens that screen."""
 
     def __init__(self, shown: str) -> None:
         super().__init__(id="top")
         self.shown = shown
 
     def on_mount(self) -> None:
-        """Redraw at each new snapshot, which has the time and the host."""
+        """Redraw at each new snapshot, because the line shows its time and host."""
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
     def _sampled(self) -> None:
@@ -233,17 +241,17 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """Shows the keys that work now; a click on a key presses it.
+    """The line with the keys that have an effect now; a click on a key presses it.
 
-    Textual's footer creates a widget for each key whenever the focus moves, and keeps a thousand
-    of these widgets.
+    It replaces Textual's footer, which creates a widget for each key whenever the focus moves, and
+    keeps a thousand of them in memory.
     """
 
     def __init__(self) -> None:
         super().__init__(id="keys", classes="bar")
 
     def on_mount(self) -> None:
-        """Redraw when the focus or its key bindings change."""
+        """Redraw when the key bindings change, for example because the focus has moved."""
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
     def redraw(self) -> None:
@@ -262,15 +270,16 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """Return a key with its label; a click on it presses the key."""
+        """Return a key with its description; a click on either presses the key."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Return the hints that fit, none of them truncated.
+        """Return as many hints as fit, none of them truncated.
 
-        The hints for keys, help and quit always stay; the hints just before them are dropped first.
+        The last `ALWAYS` hints (command palette, help, quit) always stay. Hints just before them
+        are dropped first.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
@@ -280,7 +289,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Return the hints with as many of `more` as fit, inserted before the last ones."""
+        """Return the hints with as many of `more` as fit, inserted before the last `ALWAYS`."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -14,7 +14,7 @@ ALWAYS = ("id",)  # columns that identify a row and can't be hidden
 
 
 class ColumnDialog(Dialog[None]):
-    """A list of columns with ticks. The ticked columns are shown, and the choice is saved."""
+    """The list of columns with ticks; only ticked columns are shown. The choice is saved."""
 
     def __init__(self) -> None:
         super().__init__("Columns of the devices")
@@ -22,7 +22,7 @@ class ColumnDialog(Dialog[None]):
         self._titles = {each.key: each.titles[0] for each in DEVICES.columns}
 
     def content(self) -> Iterable[Widget]:
-        """Return the list with an entry for each column."""
+        """Yield the list, which has an entry for each column."""
         yield Ticks(id="columns", title="")
 
     def on_mount(self) -> None:

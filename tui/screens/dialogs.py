@@ -1,4 +1,4 @@
-"""Dialogs over a screen: a page of text, a question with its answers, a field to type in."""
+"""Dialogs over a screen: a page of text, a question with its answers, and a text field."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """A widget whose height is the number of its lines."""
+    """Lines of text in a widget that is as high as they are."""
 
     def show(self, lines: Iterable[Line]) -> None:
-        """Draw these lines, and set the height to their number."""
+        """Draw these lines, and set the widget's height to their number."""
         kept = tuple(lines)
         self.styles.height = max(1, len(kept))
         super().show(kept)
 
 
 class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
-    """A box over the screen; Escape closes it without an answer."""
+    """A box over the screen with a title. Escape closes it without a result."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "Close")]
 
@@ -46,26 +46,27 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
         self._box_title = title
 
     def compose(self) -> ComposeResult:
-        """Make the frame and its content."""
+        """Yield the frame with the dialog's content."""
         with Vertical(classes="box") as box:
             box.border_title = self._box_title
             box.border_subtitle = "Esc closes"
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:
-        """Return the widgets inside the frame."""
+        """Return the widgets inside the frame, from top to bottom."""
         raise NotImplementedError
 
     @property
     def text_width(self) -> int:
-        """The number of cells for text inside the frame."""
+        """The width in cells of text inside the frame."""
         return max(1, min(WIDEST if self.has_class("-wide") else 72, self.app.size.width - 4))
 
 
 class DetailsDialog(Dialog[None]):
-    """A page of text, scrolled if it doesn't fit.
+    """A page of text, which scrolls if it doesn't fit.
 
-    `draw(width)` returns its lines, and is called again at each new snapshot.
+    `draw(width)` returns its lines; it is called again at each new snapshot. If `wide`, the page is
+    wider than other dialogs.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DetailsDialog(Dialog[None]):
         self.set_class(wide, "-wide")
 
     def content(self) -> Iterable[Widget]:
-        """Return the widget of the page."""
+        """Yield the scrollable widget of the page."""
         with VerticalScroll(id="scroll"):
             yield Text()
 
@@ -85,18 +86,19 @@ class DetailsDialog(Dialog[None]):
         self.watch(self.app, "snapshot", self.redraw)
 
     def on_resize(self) -> None:
-        """Wrap the text again."""
+        """Rebuild the page for the new width."""
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the page, with one column left for the scroll bar."""
+        """Rebuild the page; one column is left free for the scroll bar."""
         self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
 class ChoiceDialog(Dialog[str]):
-    """Asks for one of a few answers, by key or by button.
+    """A question with a few answers, which are chosen by key or by button.
 
-    The first button has the focus at first, so its answer must be harmless.
+    `draw(width)` returns the lines of the question. Its result is the key of the chosen answer. The
+    first button has the focus at first, so the first answer must be harmless.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -112,7 +114,7 @@ class ChoiceDialog(Dialog[str]):
         self.answers = answers  # labels of the answers by their keys
 
     def content(self) -> Iterable[Widget]:
-        """Return the question, and a button for each answer."""
+        """Yield the question, and a button for each answer."""
         yield Text(id="question")
         with Horizontal():
             for key, label in self.answers.items():
@@ -124,26 +126,27 @@ class ChoiceDialog(Dialog[str]):
                 )
 
     def on_mount(self) -> None:
-        """Show the question."""
+        """Show the question, and focus the first button."""
         self.query_one(Text).show([*self._draw(self.text_width), line()])
         self.query(Button).first().focus()
 
     def on_key(self, event: Key) -> None:
-        """Close with the answer that has this key."""
+        """Close the dialog with the answer whose key was pressed."""
         if event.key in self.answers:
             self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close with the answer of the pressed button."""
+        """Close the dialog with the answer of the pressed button."""
         self.dismiss((event.button.id or "")[-1])
 
 
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask before an action that can't be undone, and call `then` if the answer is yes.
+    """Ask before an action that can't be undone, and call `then` if the user confirms it.
 
-    `action` is the label of the confirming button.
+    `action` is the label of the confirming button, and also the dialog's title unless `title` is
+    given.
     """
 
     def draw(width: int) -> Iterable[Line]:
@@ -156,31 +159,34 @@ def confirm(
 
 
 class FieldDialog(Dialog[bool]):
-    """Asks for one line of text; an error in it is shown below the field."""
+    """A dialog with one text field; an error in the text is shown below the field.
+
+    Its result is True once the text has been accepted.
+    """
 
     def __init__(self, title: str, field: Input, hint: str) -> None:
         super().__init__(title)
         self._field, self._hint = field, hint
 
     def content(self) -> Iterable[Widget]:
-        """Return the field, and the hint below it."""
+        """Yield the field, and the hint below it."""
         yield self._field
         yield Text(id="hint")
 
     def on_mount(self) -> None:
-        """Focus the field."""
+        """Show the hint, and focus the field."""
         self.show_message(self._hint)
         self._field.focus()
 
     def show_message(self, text: str, *, bad: bool = False) -> None:
-        """Show this text below the field."""
+        """Show a message below the field, in the error colour if `bad`."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
             [line(Span(row, "bad" if bad else "dim")) for row in rows]
         )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Take the typed line, or show why it is refused."""
+        """Submit the text; close the dialog if it is accepted, or show why it is refused."""
         event.stop()
         try:
             done = await self.submit(event.value.strip())
@@ -191,9 +197,9 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def submit(self, text: str) -> bool:
-        """Act on the line, and return True if the dialog is finished.
+        """Act on the text, and return True if the dialog can be closed.
 
-        Raises EvenerError that says what is wrong with the line.
+        Raises EvenerError with the reason if the text is invalid.
         """
         raise NotImplementedError
 
@@ -207,7 +213,7 @@ _MEANINGS = {
 
 
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to these processes, then ask for confirmation and send it."""
+    """Ask which signal to send to these processes, ask for confirmation, and send it."""
     once = tuple(
         {(each.pid, each.start_time): each for each in chosen}.values()
     )  # a process may be on several devices
@@ -307,7 +313,10 @@ _KEYS = {
 
 
 def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the whole help page in lines of `width` cells."""
+    """Return the whole help page in lines of `width` cells.
+
+    `notes` are about this machine; they come last.
+    """
     lines: list[Line] = []
     for title, keys in _KEYS.items():
         lines.append(line(Span(title, "strong")))

@@ -1,6 +1,6 @@
 """The Monitor screen and its panels.
 
-It shows all devices, the graphs of the device under the cursor, and the processes on the devices.
+It shows all devices, graphs of their metrics over time, and the processes on the devices.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BARS = 3  # rows for the top bar, the host and the keys
 
 
 class MonitorScreen(SnapshotScreen, SortedScreen):
-    """Shows all devices, the graphs of the device under the cursor, and the processes."""
+    """The screen with all devices, graphs of their metrics over time, and the processes."""
 
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
@@ -61,7 +61,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     ]
 
     def panels(self) -> Iterable[Widget]:
-        """Return the panels: host, notes, devices, graphs, processes, filter."""
+        """Yield the panels: host, notes, devices, graphs, processes, and the filter's field."""
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
@@ -108,14 +108,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """Return the newest unread alert, else the notes about the machine."""
+        """Return the newest unread alert or, if all are read, the notes about the machine."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
         return note_lines(snapshot.notes, width)
 
     def on_list_panel_moved(self) -> None:
-        """Draw the graphs of the device under the cursor."""
+        """Draw the graphs again, because they mark the device under the cursor."""
         self._draw_graphs()
 
     def _draw_graphs(self) -> None:
@@ -138,22 +138,19 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
-        """Move the cursor over the graphs by `cells`. Negative numbers move to earlier times."""
+        """Move the cursor over the graphs by `cells`; negative numbers move it to earlier times."""
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:
-        """Show more (1) or less (-1) time in the graphs."""
+        """Show a longer (1) or shorter (-1) time in the graphs."""
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
-        """Switch between one scale for a metric on all devices and a scale for each device."""
+        """Switch between one scale per metric for all devices, and a scale for each device."""
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the cursor of the graphs.
-
-        If it is already hidden, remove the filter and all marks.
-        """
+        """Hide the graphs' cursor; if it is hidden already, remove the filter and all marks."""
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
             graphs.hide_cursor()
@@ -161,7 +158,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Show all details of the device under the cursor, or fold or unfold a host."""
+        """Show all details of the device under the cursor; on a host, fold or unfold it."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -182,7 +179,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """Return the newest reading of a device; `sample` itself if the device has disappeared."""
+        """Return a device's newest sample, or `sample` itself if the device has disappeared."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next((each for each in devices if each.device.key == sample.device.key), sample)
 
@@ -207,14 +204,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(f"Process {chosen.sample.pid}", draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that work now."""
+        """Enable only the keys that have an effect now."""
         if action == "signal":
             panel = self.query(ProcessPanel)
             return bool(panel) and panel.first().count > 0 and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
-        """Choose a signal for the marked processes, or for the process under the cursor."""
+        """Ask for a signal for the marked processes, or for the process under the cursor."""
         from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows
@@ -229,7 +226,7 @@ STAY_SECONDS = 4.0  # seconds that the row of an ended process stays
 
 
 class DevicePanel(ListPanel[PanelRow]):
-    """A panel with a row for each device; the devices of a cluster are listed below their hosts."""
+    """The panel with a row for each device; the devices of a cluster are below their hosts."""
 
     OPEN = "screen.open_device"
 
@@ -240,17 +237,23 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor's position. The cursor is always drawn, because the graphs show its device."""
+        """The cursor's position.
+
+        The cursor is drawn even without the focus, because the graphs mark its device too.
+        """
         return Position(self.cursor, self.top)
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The device under the cursor, or the first device of the host under the cursor."""
+        """The sample of the device under the cursor; on a host, that of the host's first device.
+
+        It is None if there are no devices.
+        """
         row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Show the devices of this snapshot."""
+        """Show the devices of a snapshot, without drawing them yet."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(
@@ -261,7 +264,7 @@ class DevicePanel(ListPanel[PanelRow]):
         self.entitle(subtitle=f"read every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """Return the table of the devices, without hidden columns."""
+        """Return the device table without hidden columns."""
         hidden = {*self.evener.settings.hidden_columns}
         if self.has_graphs:
             hidden.add("history")
@@ -273,7 +276,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """A panel with a row for each process on a device."""
+    """The panel with a row for each process on a device."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"
@@ -288,15 +291,15 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}
 
     def identity(self, row: ProcessRow) -> Identity:
-        """Return the identity of the process."""
+        """Return the identity of the row's process."""
         return identity(row.sample)
 
     def search_text_of(self, row: ProcessRow) -> str:
-        """Return the text of a row that the filter searches."""
+        """Return the text of a row in which the filter searches."""
         return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Show this snapshot. Processes that have ended stay visible for a moment."""
+        """Show the processes of a snapshot; ended processes stay visible for `STAY_SECONDS`."""
         now = snapshot.at_seconds
         kept = {
             key: (each, at)
@@ -310,7 +313,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         )
 
     def grid(self) -> Grid[ProcessRow]:
-        """Return the table of the processes."""
+        """Return the table of processes, with a message if it is empty."""
         return PROCESSES._replace(
             nothing="No process matches the filter." if self.words else self._nothing
         )

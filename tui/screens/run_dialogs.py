@@ -1,4 +1,4 @@
-"""Dialogs for one run: write its plan or report to a file, resume the run, and show its errors."""
+"""Dialogs for one run: write its plan or report, train by its plan, resume it, show its errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FOREIGN = re.compile(
 
 
 class ContinueDialog(FieldDialog):
-    """Asks for how much longer a run is to be measured, and resumes it."""
+    """Asks how much longer to measure a run, and resumes the run."""
 
     def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
@@ -56,7 +56,7 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def submit(self, text: str) -> bool:
-        """Start the session that resumes the run."""
+        """Start a session that resumes the run; `text` is the time to add."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
         self.evener.start_session(
@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors that a run's child processes wrote; None if there is none.
 
-    Without a run, the errors are those of the last probe.
+    If `run` is "", return the file of the last probe that belonged to no run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -77,10 +77,10 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return the traceback frames that are in the user's own code, below a heading.
+    """Return the frames of a traceback that are in the user's own code, below a heading.
 
-    Frames of evener, the standard library and installed packages are left out, and so are
-    duplicates. Return an empty string if no frame is left.
+    Frames of evener, the standard library and installed packages are left out, as are duplicates.
+    Return "" if no frame is left.
     """
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
@@ -91,8 +91,8 @@ def own_frames(text: str) -> str:
 def errors_dialog(run: str) -> DetailsDialog:
     """Return a dialog with the errors that a run's child processes wrote.
 
-    The traceback frames of the user's own code come first, then at most the last `MOST_ERROR_BYTES`
-    of the errors.
+    The traceback frames of the user's own code come first. Of a long file, only the last
+    `MOST_ERROR_BYTES` are shown.
     """
     path, text = errors_file(run), ""
     if path is not None:
@@ -113,15 +113,15 @@ def errors_dialog(run: str) -> DetailsDialog:
 
 
 class RunActions(UsesApp):
-    """A screen's actions on one run: resume it, write its report, show its tracebacks."""
+    """A mixin for screens with actions on one run: resume it, report on it, show its errors."""
 
     @property
     def chosen_run(self) -> str:
-        """The id of the run that keys act on; empty if there is none."""
+        """The id of the run that the actions apply to; "" if there is none."""
         raise NotImplementedError
 
     def action_go_on(self) -> None:
-        """Ask for how much longer the run is to be measured, resume it, and show its search."""
+        """Ask how much longer to measure the run, resume it, and open the Balance screen."""
 
         def show(done: bool | None) -> None:
             if done:
@@ -131,18 +131,20 @@ class RunActions(UsesApp):
             self.app.push_screen(ContinueDialog(runs.load_run(self.chosen_run)), show)
 
     def action_report(self) -> None:
-        """Write the report of the run."""
+        """Ask for a path, and write the run's report to it."""
         self.app.push_screen(report_dialog(self.chosen_run))
 
     def action_traceback(self) -> None:
-        """Show the errors that failing child processes of the run wrote."""
+        """Show the errors that the run's child processes wrote."""
         self.app.push_screen(errors_dialog(self.chosen_run))
 
 
 class SaveDialog(FieldDialog):
-    """Asks for a path, and asks again before it replaces a file.
+    """Asks for a path and writes a file to it, after asking again if the file exists.
 
-    `save` runs in a thread because it may be slow.
+    `what` names the document, `name` is the proposed path, and `endings` are the allowed file name
+    extensions. `save` writes the file in a thread, because it may be slow. `next_step` returns a
+    sentence for the written path that says what to do next, or "".
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def submit(self, text: str) -> bool:
-        """Write the file, or ask first if it exists."""
+        """Write the file, or ask first if the file exists; `text` is its path."""
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
         if not os.path.exists(path):  # writing to an unreadable path raises an error
@@ -196,9 +198,9 @@ class SaveDialog(FieldDialog):
 
 
 def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Return a dialog that writes a plan, then shows the command that trains with it.
+    """Return a dialog that writes a plan, then shows the command that trains by it.
 
-    The command isn't shown if the run's end advises against the plan.
+    The command isn't shown if the run's result (`end`) advises against using the plan.
     """
 
     def find_step(path: str) -> str:
@@ -210,7 +212,10 @@ def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> Sav
 
 
 class TrainDialog(FieldDialog):
-    """Asks for the command that trains with a plan, writes the plan, and starts the command."""
+    """Asks for the command that trains by a plan, writes the plan, and starts the command.
+
+    `path` is the plan's file; it isn't written again if `written` is True.
+    """
 
     def __init__(self, plan: Plan, run: str, path: str, written: bool) -> None:
         command = find_training_command(plan, path)
@@ -227,7 +232,7 @@ class TrainDialog(FieldDialog):
         self._written = written
 
     async def submit(self, text: str) -> bool:
-        """Write the plan and start the training."""
+        """Write the plan if necessary, and start the training; `text` is the command line."""
         arguments = read_command(text)
         if not self._written and self._path in arguments:
             await asyncio.to_thread(self._plan.save, Path(self._path))
@@ -237,9 +242,9 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Ask for the command that starts the plan's script, and show the training after its start.
+    """Ask for the command that trains by a run's plan, start it, and open the Trainings screen.
 
-    The command has the path of the file that the plan was written to, or the path of a new file.
+    The proposed command names the file to which the plan was written, or else a file to write.
     """
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
@@ -252,7 +257,7 @@ def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
 
 
 def report_dialog(run: str) -> SaveDialog:
-    """Return a dialog that writes a run's report."""
+    """Return a dialog that writes the report of run `run` as HTML."""
     from ..text.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))

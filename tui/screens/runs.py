@@ -1,4 +1,4 @@
-"""The Runs screen: past runs, and their plans side by side."""
+"""The Runs screen: the list of past runs, and the plans of one or two runs side by side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
-    """A panel with a row for each run."""
+    """The panel with a row for each run; marked runs are compared."""
 
     COLUMNS = RUN_COLUMNS
     OPEN = "screen.read_all"
@@ -47,23 +47,24 @@ class RunPanel(SortedPanel[RunSummary]):
         return row.run
 
     def search_text_of(self, row: RunSummary) -> str:
-        """Return the text of a row that the filter searches."""
+        """Return the text of a row in which the filter searches."""
         return run_search_text(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
-        """Show these runs. Runs that have disappeared lose their marks."""
+        """Show these runs, and remove the marks of runs that have disappeared."""
         self.tagged &= {each.run for each in found}
         super().set_data(found)
 
     def grid(self) -> Grid[RunSummary]:
-        """Return the table of the runs."""
+        """Return the table of runs, with a message if it is empty."""
         return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """Lists the past runs.
+    """The screen with the past runs.
 
-    It reads the journals when it is opened, when a session has started or ended, and on F5.
+    The runs' journals are read when the screen is opened, when a session has started or ended, and
+    on F5.
     """
 
     NAME = "runs"
@@ -85,12 +86,12 @@ class RunsScreen(RunActions, SortedScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The id of the run under the cursor; empty if there is none."""
+        """The id of the run under the cursor; "" if there is none."""
         chosen = self.query_one(RunPanel).chosen
         return chosen.run if chosen is not None else ""
 
     def panels(self) -> Iterable[Widget]:
-        """Return the panels: the list, one or two plans, the filter."""
+        """Yield the panels: the list, the differences, one or two plans, and the filter's field."""
         yield RunPanel()
         yield Lines("Differences", id="differences", classes="panel")
         with Horizontal(id="plans"):
@@ -99,21 +100,21 @@ class RunsScreen(RunActions, SortedScreen):
         yield self.filter_field()
 
     def on_mount(self) -> None:
-        """Focus the list, and watch the session."""
+        """Focus the list, and watch the session to reload the list when it starts or ends."""
         self.query_one(RunPanel).focus()
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Read the list again when a session has started or ended."""
+        """Reload the list if the session has started or ended."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
     async def on_screen_resume(self) -> None:
-        """Read the list again, because there may be new runs."""
+        """Reload the list, because there may be new runs."""
         await self.action_reload()
 
     async def go_to(self, name: str) -> None:
-        """Move the cursor to a run, and remove a filter that hides it."""
+        """Move the cursor to the run `name`, and remove a filter that hides the run."""
         await self.action_reload()
         panel = self.query_one(RunPanel)
         if name not in [panel.identity(row) for row in panel.rows]:
@@ -123,7 +124,7 @@ class RunsScreen(RunActions, SortedScreen):
             panel.action_move(names.index(name) - panel.cursor)
 
     async def action_reload(self) -> None:
-        """Read the list again."""
+        """Read the list of runs again."""
         with self.evener.showing_errors():
             found = await asyncio.to_thread(runs.list_runs)
             self._plans.clear()
@@ -131,7 +132,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw the list and the plans."""
+        """Draw the list, and the plans of the chosen runs."""
         self.fit_frames()
         panel = self.query_one(RunPanel)
         around = 2 if self.has_class("-bare") else 4
@@ -150,8 +151,9 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, next to that of the first marked run if it is
-        another.
+        """Draw the plan of the run under the cursor, to the right of the first marked run's plan.
+
+        Without a marked run, or if it is the run under the cursor, only one plan is drawn.
         """
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
@@ -166,7 +168,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw the differences between two searches, unless one of the runs isn't a search."""
+        """Draw how two runs differ; hide the panel unless both are searches."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):
@@ -180,13 +182,16 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run. It is read once, until the list is read again."""
+        """Return a stored run, which stays in memory until the list is reloaded."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """Return the plan of a run, the journal of a training, or why the run can't be read."""
+        """Return a search's plan, a training's journal, or why the run can't be read, as lines.
+
+        Return no lines if `name` is "".
+        """
         if not name:
             return ()
         try:
@@ -204,7 +209,7 @@ class RunsScreen(RunActions, SortedScreen):
             return text_lines(str(fault), width, 6, "bad")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that work now."""
+        """Enable only the keys that have an effect on the run under the cursor."""
         if action not in (
             "go_on",
             "replay",
@@ -231,7 +236,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if the run's plan can start a script."""
+        """True if the run's plan has a training command, because its workload is a script."""
         try:
             plan = self._load(name).plan
         except EvenerError:
@@ -257,9 +262,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains with the plan under the cursor, write the plan and start
-        it.
-        """
+        """Ask for the command that trains by the plan under the cursor, then start it."""
         name = self.chosen_run
         with self.evener.showing_errors():
             plan = self._load(name).require_plan()

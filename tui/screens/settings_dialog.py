@@ -28,7 +28,7 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 
 
 class Choice(NamedTuple):
-    """A setting with its possible values, and how the values are written."""
+    """A setting with its possible values; `write` returns a value's text."""
 
     key: str  # a field of the settings, or "alerts." and a field of the alert settings
     label: str
@@ -63,7 +63,7 @@ LABELS = (*(choice.label for choice in CHOICES), COMMAND_LABEL)
 
 
 def read_setting(app: BaseApp, key: str) -> Any:
-    """Return the value of a setting by its key."""
+    """Return the value of a setting; `key` is as in `Choice`."""
     value: Any = app.settings
     for part in key.split("."):
         value = getattr(value, part)
@@ -71,7 +71,10 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """A row for each setting. The left and right keys change the focused setting."""
+    """A dialog with a row for each setting; the left and right keys change the focused one.
+
+    `first` is the label of the row to focus first, or "".
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next", show=False),
@@ -83,7 +86,7 @@ class SettingsDialog(Dialog[None]):
         self._first = first  # label of the row that is focused first
 
     def content(self) -> Iterable[Widget]:
-        """Return a row for each setting, and the path of the settings file."""
+        """Yield a row for each setting, and the path of the settings file."""
         for place, choice in enumerate(CHOICES):
             value = read_setting(self.evener, choice.key)
             words = [choice.write(each) for each in self._values(choice)]
@@ -97,12 +100,12 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the values to choose from, including the current value."""
+        """Return the values to choose from; the current value is added if it isn't one of them."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 
     def on_mount(self) -> None:
-        """Focus the requested row, and show where settings are saved."""
+        """Focus the first row or the requested one, and show where the settings are saved."""
         path = self.evener.settings_file
         kept = f"Kept in {path}." if path is not None else "They hold until the app ends."
         hint = f"Up and down choose a setting, left and right change it. {kept} Columns: key C."
@@ -112,7 +115,7 @@ class SettingsDialog(Dialog[None]):
 
     @on(OneOf.Changed)
     def _changed(self) -> None:
-        """Save the chosen values."""
+        """Save the chosen values and apply them."""
         for place, choice in enumerate(CHOICES):
             word = self.query_one(f"#choice-{place}", OneOf).value
             for value in self._values(choice):
@@ -133,10 +136,10 @@ class SettingsDialog(Dialog[None]):
     @on(Input.Submitted)
     @on(DescendantBlur)
     def _take_command(self) -> None:
-        """Save the command that an alert starts."""
+        """Save the command to start on an alert."""
         self._set("alerts.command", self.query_one(Input).value.strip())
 
     async def action_dismiss(self, result: None = None) -> None:
-        """Save the typed text, and close the dialog."""
+        """Save the typed command, and close the dialog."""
         self._take_command()
         await super().action_dismiss(result)

@@ -1,6 +1,7 @@
 """The Trainings screen and its panels.
 
-It shows all trainings, which ranks of a training wait for which, and what would make it faster.
+It shows all trainings, which ranks of a training wait for which ranks, and what would make the
+training faster.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LEAST_LOG = 5
 
 
 class TrainingsScreen(SnapshotScreen):
-    """Shows all trainings, and all details of the training under the cursor."""
+    """The screen with all trainings, and all details of the training under the cursor."""
 
     NAME = "trainings"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "stop_training", "Stop")]
@@ -51,7 +52,7 @@ class TrainingsScreen(SnapshotScreen):
         self._ended = EndedTrainings(_find_summary)
 
     def panels(self) -> Iterable[Widget]:
-        """Return the panels: trainings, ranks, causes, last steps, shares, graphs."""
+        """Yield the panels: trainings, ranks, causes, last steps, shares, graphs, and the log."""
         yield TrainingPanel()
         yield RankPanel()
         yield Lines("What holds it up", id="causes", classes="panel")
@@ -61,7 +62,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Draw the trainings of the snapshot, and trainings that ended recently."""
+        """Draw the trainings of the snapshot, and those that ended recently."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
@@ -69,7 +70,7 @@ class TrainingsScreen(SnapshotScreen):
                 self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
-        """Show the ranks of the training under the cursor."""
+        """Show the details of the training under the cursor."""
         if self.shown is not None:
             self._show_chosen(self.shown)
 
@@ -84,7 +85,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Set the height of each panel."""
+        """Set the height of each panel to suit the training `row`; None if there is no training."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -102,7 +103,7 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """Return the lines of a panel for a training."""
+        """Return the lines of a panel about one training; `name` is the panel's CSS selector."""
         width, height = panel.size
         match name:
             case "#causes":
@@ -124,16 +125,17 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the number of rows for the log of a training that was started here.
+        """Return the height in lines of the log of the training that was started here.
 
-        It is most of the height until the training reports.
+        The height is 0 without such a training. The log takes most of the height until a training
+        reports (`shares_rows`).
         """
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Draw the end of the training's log, with the training's state."""
+        """Draw the end of the log of the training that was started here, and its state."""
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -143,14 +145,17 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer to stop a training only while a training that was started here runs."""
+        """Enable the stop action only while a training started from this screen is running.
+
+        In a read-only app, it is always disabled.
+        """
         if action == "stop_training":
             training = self.evener.training
             return training is not None and training.runs and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_stop_training(self) -> None:
-        """Stop the training that was started here, after a confirmation."""
+        """Stop the training that was started from this app, after a confirmation."""
         training = self.evener.training
         if training is not None:
             question = f"Stop {training.command}? It gets the signal that Ctrl-C sends."
@@ -171,13 +176,13 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines of a run's summary, without the path of its file; empty if there is none."""
+    """Return the summary of a training's run as lines; an empty tuple if there is none."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """A panel with a row for each training. The cursor follows its training in the list."""
+    """The panel with a row for each training; the cursor follows its training in the list."""
 
     OPEN = "screen.open_training"
 
@@ -186,13 +191,13 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def set_data(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Show these trainings, with `state` in the heading."""
+        """Show these trainings; `state` ("paused" or "") is added to the heading."""
         self.state = state
         self.place_rows(rows)
         self.redraw()
 
     def identity(self, row: TrainingRow) -> Hashable:
-        """Return the identity of the training."""
+        """Return the identity of the row's training."""
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:
@@ -200,19 +205,19 @@ class TrainingPanel(ListPanel[TrainingRow]):
         return TRAININGS
 
     def redraw(self) -> None:
-        """Draw the rows; the heading contains the screen's state."""
+        """Draw the rows, and the screen's state in the heading."""
         self.entitle(subtitle=f"{self.count} in all" if self.count > 1 else "")
         self._draw_table(self.grid(), note=self.state)
 
 
 class RankPanel(ListPanel[RankRow]):
-    """A panel with a row for each rank of a training."""
+    """The panel with a row for each rank of a training."""
 
     def __init__(self) -> None:
         super().__init__(id="ranks")
 
     def set_data(self, row: TrainingRow | None) -> None:
-        """Show the ranks of this training."""
+        """Show the ranks of a training; None shows an empty panel."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:
             self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}")
@@ -223,7 +228,7 @@ class RankPanel(ListPanel[RankRow]):
         return rank_grid(self.rows)
 
     def redraw(self) -> None:
-        """Draw the ranks and the legend of their bars, or nothing without a training."""
+        """Draw the ranks, and below them the legend of their bars if there is room."""
         if not self.rows:
             self.show(())
             return

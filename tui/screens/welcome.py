@@ -1,4 +1,4 @@
-"""The welcome dialog of the first start, which offers three ways to begin."""
+"""The welcome dialog of the first start, which offers several ways to begin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_ROWS = 2  # most rows of the text on a way to begin
 
 
 class StartChoice(NamedTuple):
-    """A way to begin; `key` chooses it."""
+    """A way to begin: the key that chooses it, its title, and a description."""
 
     key: str
     title: str
@@ -30,7 +30,10 @@ class StartChoice(NamedTuple):
 
 
 class StartChoices(Lines):
-    """A list of ways to begin with a cursor. Enter, the key of a way or a click chooses it."""
+    """The list of ways to begin, with a cursor.
+
+    A way is chosen by Enter, by its key, or by a click.
+    """
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -51,7 +54,7 @@ class StartChoices(Lines):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw each way to begin with its key, separated by blank rows."""
+        """Draw each way to begin with its key, separated by blank lines."""
         lines: list[Line] = []
         self._first_rows = []
         for place, choice in enumerate(self.choices):
@@ -67,7 +70,7 @@ class StartChoices(Lines):
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
-        """Move the cursor. The first way to begin follows the last."""
+        """Move the cursor by `steps` entries; it wraps around at both ends."""
         self.cursor = (self.cursor + steps) % max(1, len(self.choices))
         self.redraw()
 
@@ -76,14 +79,14 @@ class StartChoices(Lines):
         self.screen.dismiss(self.choices[self.cursor].key)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the clicked way to begin."""
+        """Choose the way to begin that was clicked."""
         place = bisect_right(self._first_rows, row) - 1
         if 0 <= place < len(self.choices):
             self.screen.dismiss(self.choices[place].key)
 
 
 class WelcomeDialog(Dialog[str]):
-    """Asks where to begin. Its result is the key of the chosen way, or None."""
+    """Asks where to begin. Its result is the key of the chosen way; None if it was closed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"dismiss('{key}')", show=False) for key in ("b", "w", "d")
@@ -94,14 +97,14 @@ class WelcomeDialog(Dialog[str]):
         self._models: tuple[str, ...] = ()  # models found in the current folder
 
     def content(self) -> Iterable[Widget]:
-        """Return the question, and the list of ways to begin."""
+        """Yield the question, and the list of ways to begin."""
         yield Lines(id="question")
         yield StartChoices()
 
     def on_mount(self) -> None:
-        """Show the ways to begin, and again at each new snapshot.
+        """Show the ways to begin, and update them at each new snapshot.
 
-        The model in the current folder is named once it is found.
+        The text of the first way names a model of the current directory once it has been found.
         """
         text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
@@ -135,9 +138,9 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Return what runs on the devices.
+    """Return what runs on the devices, for the way to begin that shows the trainings.
 
-    If no training reports its steps, return how to make one report them.
+    If no training reports its steps, the text says how to start one that does.
     """
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}

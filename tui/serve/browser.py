@@ -1,8 +1,8 @@
 """Serves the app to a browser on this machine, with textual-serve.
 
-Each visitor gets a separate app process. textual-serve lets every web page that the user visits
-open and control the app. Here a request must have this machine's loopback address as its host, come
-from the page that evener serves, and contain the token from the printed URL.
+Each visitor gets an app process of its own. textual-serve alone would let every web page that the
+user visits open and control the app. So a request must have this machine's loopback address as its
+host, come from the page that evener serves, and contain the token of the printed URL.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that have not sent a request from the user's own page.
+    """Connections that haven't sent a request from the user's own page.
 
-    Their number and their duration are limited, because anybody on this machine can open them.
+    Their number and duration are limited, because anybody on this machine can open connections.
     """
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Add a new connection, and close the oldest if there are too many."""
+        """Add a new connection; if there are `MOST_SILENT` already, close the oldest first."""
         if len(self._ends) >= MOST_SILENT:
             self.close(next(iter(self._ends)))
         loop = asyncio.get_running_loop()
         self._ends[connection] = loop.call_later(SILENT_SECONDS, self.close, connection)
 
     def remove(self, connection: web.RequestHandler) -> None:
-        """Remove a connection that has sent a request from the user's own page."""
+        """Stop limiting a connection, because it has sent a request from the user's own page."""
         ends = self._ends.pop(connection, None)
         if ends is not None:
             ends.cancel()
@@ -70,7 +70,10 @@ class SilentConnections:
 
 
 class BrowserServer(Server):
-    """A textual-serve server with evener's own page, behind checks of host, origin and token."""
+    """A textual-serve server with evener's own page, which checks host, origin and token.
+
+    `command` is the command line of the app process.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__(f"exec {shlex.join(command)}", host=HOST)
@@ -93,7 +96,7 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse any request that isn't from the user's own page."""
+        """Refuse a request unless it comes from the user's own page."""
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]
@@ -125,14 +128,14 @@ class BrowserServer(Server):
             self._visits.discard(visit)
 
     async def _end_visits(self, _: web.Application) -> None:
-        """End each visitor's app process when the visit ends."""
+        """End the app processes of all visitors when the server shuts down."""
         for visit in self._visits:
             visit.cancel()
         if self._visits:
             await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve until a signal arrives, and return 128 plus the signal's number."""
+        """Serve on this socket until a signal arrives, and return 128 plus the signal's number."""
         runner = web.AppRunner(
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
         )
@@ -164,9 +167,9 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve what `command` draws until a signal arrives, and return the exit code.
+    """Serve the app that `command` starts until a signal arrives, and return the exit code.
 
-    Raises RequestError if the port can't be used.
+    `port` 0 takes a free port. Raises RequestError if the port can't be used.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,9 +189,9 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """Return headers that protect the page and its token.
+    """Return the HTTP headers that protect the page and its token.
 
-    They forbid requests to other hosts, frames around the page, and the token in a Referer.
+    They forbid requests to other hosts, frames around the page, and the token in a Referer header.
     """
     sources = {
         "default-src": "'none'",

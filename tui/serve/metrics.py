@@ -1,7 +1,7 @@
-"""Serves a reading of the monitor as Prometheus metrics over HTTP.
+"""Serves the monitor's newest snapshot as Prometheus metrics over HTTP.
 
-Metrics that dcgm-exporter has too have its names. A value that isn't current has no sample, as
-Prometheus recommends: the series ends and never shows a false zero.
+Metrics that dcgm-exporter exports too have the same names. A value that isn't current has no
+sample, as Prometheus recommends, so that a series ends instead of showing a false zero.
 """
 
 from __future__ import annotations
@@ -41,21 +41,24 @@ WHAT_IS_SERVED = (
 
 
 class _Reading:
-    """The collector that prometheus-client calls at each request."""
+    """The collector that prometheus-client calls for each request.
+
+    `latest` returns the newest snapshot, or None before the first one.
+    """
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the newest reading; none before the first reading."""
+        """Return the metrics of the newest snapshot; no metrics before the first snapshot."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
 
 class _Clients:
-    """The server's open connections, the oldest first.
+    """The open connections of the server, the oldest first.
 
-    There are at most `MOST_CLIENTS`, each for at most `REQUEST_SECONDS`.
+    There are at most `MOST_CLIENTS` connections, each open for at most `REQUEST_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection, and first cut off the oldest if there are too many.
+        """Add a new connection; if there are too many, first shut down the oldest.
 
         Requests are answered within milliseconds, so the oldest connection is one that only blocks
         others.
@@ -78,10 +81,10 @@ class _Clients:
             self._since[client] = time.monotonic()
 
     def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
-        """Close a connection while holding the lock.
+        """Close a connection by calling `close` while holding the lock.
 
-        Otherwise another thread could cut it off afterwards, when its descriptor may already belong
-        to another connection.
+        Without the lock, another thread could shut the connection down afterwards, when its
+        descriptor may already belong to another connection.
         """
         with self._change:
             self._since.pop(client, None)
@@ -90,7 +93,7 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Cut off connections older than `REQUEST_SECONDS`, even if they still send or read."""
+        """Shut down connections older than `REQUEST_SECONDS`, even if they still send or read."""
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -118,20 +121,20 @@ class _Server4(ThreadingWSGIServer):
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a client in a separate thread."""
+        """Handle a client's request in a separate thread."""
         self._clients.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was answered or abandoned."""
+        """Close a connection after its request was answered or abandoned."""
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Check the open connections. Called at least twice a second."""
+        """Check the open connections; the server calls this at least twice a second."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error, because a silent or disconnected client isn't a server defect."""
+        """Ignore an OSError: a silent or disconnected client isn't a defect of the server."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -141,9 +144,10 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """Return the address of the metrics server.
+    """Return the address of the metrics server from `text`, as HOST:PORT.
 
-    Raises RequestError if other machines can reach the address, unless `public` is set.
+    Raises RequestError if the address is invalid, or if other machines can reach it and `public` is
+    False.
     """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
@@ -156,9 +160,10 @@ def parse_metrics_address(text: str, public: bool) -> Address:
 
 @contextmanager
 def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> Iterator[None]:
-    """Serve the latest reading while the block runs.
+    """Return a context in which the newest snapshot is served as metrics at `address`.
 
-    Raises RequestError if the port can't be used.
+    `latest` returns that snapshot, or None before the first one. Raises RequestError if the port
+    can't be used.
     """
     registry = CollectorRegistry()
     registry.register(_Reading(latest))
@@ -308,7 +313,7 @@ _NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left o
 
 
 def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield every metric of this reading."""
+    """Yield every metric of this snapshot."""
     hostname = clean(snapshot.host.hostname)
     yield _gauge(
         "evener_reading_timestamp_seconds",
@@ -390,7 +395,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield each rank's noise scale if it is known, and the finite ends of its interval."""
+    """Yield each rank's noise scale, if it is known, and the finite ends of its interval."""
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))
@@ -447,14 +452,14 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name: nvidia0, like dcgm-exporter; cpu0, sim0."""
+    """Return a device's short name: nvidia0 as in dcgm-exporter, or for example cpu0 or sim0."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
 def _training_labels(training: Training, hostname: str) -> Labels:
-    """Return a training's labels: id, workload, rank and host.
+    """Return the labels of a training: id, workload, rank and host.
 
-    A missing id is replaced by the process ID.
+    The process ID replaces a missing id. An unknown rank is "".
     """
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)
@@ -462,9 +467,10 @@ def _training_labels(training: Training, hostname: str) -> Labels:
 
 
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """Return a device's UUID and short name.
+    """Return the UUID and the short name of a training's device.
 
-    For an unknown device, the short name is its index, or empty.
+    For a device that the monitor doesn't see, the short name is its index, or "" if that is
+    unknown.
     """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""

@@ -12,11 +12,14 @@ from .summaries import verdict_lines
 
 
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
-    """Return a run's verdict, and the commands that write the plan and resume the run.
+    """Return the lines to print for run `run` after the app was closed.
 
-    A plan that was written is named by its `path`, which is otherwise empty. If the run can't be
-    read, return only the error. A run that hasn't ended has its number of measurements instead of a
-    verdict.
+    They are the run's verdict, the command that writes its plan, and the command that resumes the
+    run. `path` is the file to which the plan was already written, or "". `width` is the terminal's
+    width, to which lines are wrapped; None doesn't wrap them.
+
+    A run that hasn't ended has its number of measurements instead of a verdict. If the run can't be
+    read, return only the error.
     """
     try:
         found = runs.load_run(run)

@@ -10,9 +10,10 @@ from evener.printable import align
 
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """Return lines on how two runs differ, and whether that exceeds `most`.
+    """Return lines that compare two runs, in total and by phase of a step.
 
-    They compare the runs in total and by phase.
+    The last line is the verdict: whether the second run is slower by more than `most`, a fraction
+    (0.05 is 5 %).
     """
     rows = [
         ("run", "samples/s"),

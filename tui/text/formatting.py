@@ -20,17 +20,17 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """Return `text` with no-break spaces inside its numbers (2 165, 0.7 %, ± 0.7 %).
+    """Return `text` with no-break spaces inside its numbers, such as 2 165, 0.7 % and ± 0.7 %.
 
-    Wrapping then keeps each number whole.
+    Wrapping then doesn't break a number between two lines.
     """
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Wrap a sentence into lines of at most `width` characters.
+    """Wrap a sentence into lines of at most `width` characters, but never narrower than 20.
 
-    Return it as a single line if `width` is None.
+    Lines after the first begin with `indent`. If `width` is None, the sentence is a single line.
     """
     if width is None:
         return [text]
@@ -47,9 +47,11 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return table cells for samples per joule, active watts and idle watts.
+    """Return three table cells: samples per joule, watts of active devices and watts of idle
+    devices.
 
-    The samples per joule are those of all devices. Unknown values are "-".
+    The energy of all devices counts, including that of idle devices. If no power is known, each
+    cell is "-".
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -58,9 +60,10 @@ def energy_cells(
 
 
 class Table(NamedTuple):
-    """A text table: rows with the headings first.
+    """A text table; the first of its rows holds the column headings.
 
-    Columns from `numbers_from` on hold numbers. `note` explains the headings.
+    Columns from index `numbers_from` on hold numbers and are right-aligned. `note` is a sentence
+    below the table that explains the headings.
     """
 
     title: str
@@ -69,10 +72,11 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Return the title, rows and note, then an empty line.
+        """Return the title, the rows and the note as lines, followed by an empty line.
 
-        A table without rows gives only one line, "title: note", or no line if either is empty.
-        `width` is the terminal's width: if given, the note is wrapped to it.
+        A table with nothing but headings becomes one line, "title: note", and no line if the title
+        or the note is empty. The note is wrapped to `width`, the terminal's width; None doesn't
+        wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -89,7 +93,10 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def json_text(data: object) -> str:
-    """Return `data` as one line of JSON. Undecodable bytes of file names become question marks."""
+    """Return `data` as one line of JSON that is safe to print.
+
+    Bytes of file names that aren't valid UTF-8 become question marks.
+    """
     try:
         text = msgspec.json.encode(data).decode()
     except UnicodeEncodeError:
@@ -105,16 +112,17 @@ def harmless_json(document: bytes) -> str:
 def toml_text(document: bytes) -> str:
     """Return the TOML document with its control characters escaped, so that printing it is safe.
 
-    Its strings are basic strings, which allow escapes.
+    All strings of the document must be basic strings (in double quotes), because only those allow
+    escapes.
     """
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return the text with control characters escaped.
+    """Return `text` with each control character replaced by what `escape` returns for it.
 
-    These are DEL and every non-ASCII control or format character, surrogate, and line or paragraph
-    separator.
+    Control characters are DEL and every non-ASCII control or format character, surrogate, and line
+    or paragraph separator. The encoders have already escaped ASCII control characters in strings.
     """
     if text.isascii() and "\x7f" not in text:
         return text
@@ -125,9 +133,10 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 
 
 def cut_path(text: str, most: int) -> str:
-    """Return a path in at most `most` characters.
+    """Return the path `text` shortened to at most `most` characters.
 
-    The beginning of a longer path is cut off, because the file's name is at the end.
+    A path that is too long loses its first directories, because the file's name is at the end. An
+    ellipsis stands for what is cut off.
     """
     if len(text) <= most:
         return text

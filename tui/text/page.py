@@ -65,14 +65,18 @@ class Html(str):
 
 
 def save_report(name: str, output: Path) -> None:
-    """Write a run's HTML report to `output`. Raises RequestError if the report can't be written."""
+    """Write a run's HTML report to `output`, a path that ends in .html.
+
+    `name` is the run's id, a prefix of the id, or `last`. Raises RequestError if the report can't
+    be written.
+    """
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} doesn't end in .html.", "Name it report.html.")
     write_atomically(output, html_page(read_report(name)).encode())
 
 
 def html_page(report: ReportData) -> str:
-    """Return the whole page: the recommendation and its gains, then the measurements."""
+    """Return the HTML page of a report: the recommendation, its gains, then the measurements."""
     simulated = is_simulated(device.kind for device in report.header.devices)
     mark = " (simulated)" if simulated else ""
     hosts = sorted({device.host for device in report.header.devices} - {""})
@@ -137,9 +141,9 @@ def _remarks(report: ReportData) -> Sequence[str]:
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Draw adjacent bar segments, each a (length, colour, opacity).
+    """Return a horizontal bar of adjacent segments, each given as (length, colour, opacity).
 
-    The bar's full width is `most`.
+    `most` is the length that fills the whole width.
     """
     scale = 100 / most if most else 0
     pieces = (
@@ -180,9 +184,9 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return a device's best throughput alone and its batch size.
+    """Return a device's best solo throughput and the batch size at which it was measured.
 
-    If the device wasn't measured alone, return that instead.
+    Return ": not measured alone" for a device without solo measurements.
     """
     if not curve.points:
         return ": not measured alone"
@@ -232,7 +236,11 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of one layout. The faint end of its bar is the 95 % interval."""
+    """Return the table row of the layout of `bar`.
+
+    `tokens` and `energy` add the columns of tokens and energy. `most` is the throughput that fills
+    the whole width of the bar; the faint end of the bar is the 95 % interval.
+    """
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
@@ -303,9 +311,10 @@ def _table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table.
+    """Return an HTML table with the headings `head`; headings that are all empty are left out.
 
-    The columns `numbers` hold numbers. On a phone, the columns `rare` are hidden.
+    The columns with an index in `numbers` hold numbers, and those in `rare` are hidden on a phone.
+    `kind` is an additional CSS class.
     """
 
     def classes(column: int) -> str:

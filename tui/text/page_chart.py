@@ -43,9 +43,10 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten.
+    """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times powers of
+    ten.
 
-    They are thinned out to at most `most`.
+    There are at most `most` ticks: if necessary, the 2s are left out, then the 5s, then more.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
@@ -57,7 +58,7 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """Maps a batch size and a throughput to pixels of the chart."""
+    """The axes of the chart, which map a batch size and a throughput to pixels."""
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -69,20 +70,24 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Return the pixels from the left edge."""
+        """Return the x coordinate of a batch size, in pixels from the left edge of the chart."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the pixels from the top edge."""
+        """Return the y coordinate of a throughput in samples/s, in pixels from the top edge of the
+        chart.
+        """
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return the chart as SVG. Dotted lines mark batch sizes that ran out of memory.
+    """Return the chart of all devices' curves as SVG.
 
-    `frontier` adds two lines over the batch size: the samples/s of the fastest layout (dashed), and
-    the samples/s in small batches that would learn as fast (dash-dotted).
+    Dotted lines mark batch sizes that ran out of memory. `frontier` has a point (batch size,
+    samples/s, worth) for each batch size that is faster than all smaller ones. It adds two lines:
+    the samples/s of the fastest layout (dashed), and their worth, the samples/s in small batches
+    that would learn as fast (dash-dotted).
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
@@ -130,7 +135,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
 
 
 def _write_tick(speed: float) -> str:
-    """Return a round number as text, without insignificant digits."""
+    """Return the label of a tick at `speed` samples/s, without insignificant digits."""
     return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 

@@ -82,9 +82,10 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Return the request for these options.
+    """Return the search request for these options of the command line or the form.
 
-    Raises RequestError, which names the invalid option.
+    Options are text as the user typed it; `fields` are fields of `Request` that are already parsed.
+    Raises RequestError with the name of the invalid option.
     """
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(
@@ -123,10 +124,11 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse a noise scale, given in rows or by the training that measured it.
+    """Parse a noise scale: a number of rows, or the id of the training that measured the noise
+    scale.
 
-    Return the scale and the batch size of that training; the batch size is None if it is unknown.
-    Raises RequestError if the number of rows is below 1.
+    Return the noise scale, and the batch size of that training; the batch size is None for a number
+    of rows, and if it is unknown. Raises RequestError if the number of rows is below 1.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -138,9 +140,10 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the workload's framework.
+    """Return the framework of a workload whose framework the user hasn't specified.
 
-    If the workload doesn't determine it, return the installed framework, tensorflow before torch.
+    It is the framework of a built-in workload, or the one that the user's file imports. If the
+    workload doesn't determine it, return the installed framework; tensorflow comes before torch.
     """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
@@ -159,7 +162,11 @@ def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse `key=value` pairs. JSON scalars are parsed, and any other value stays text."""
+    """Parse `key=value` pairs into a dictionary.
+
+    A value that is valid JSON is parsed, and any other value stays text. Raises RequestError for a
+    pair without a key or "=", and for a value that can't be stored as JSON.
+    """
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -196,14 +203,14 @@ def parse_words(text: str | None) -> list[str] | None:
 
 
 def parse_budget(text: str) -> float | None:
-    """Parse a budget into seconds; return None for `none`."""
+    """Parse a time budget such as "5m" into seconds; return None (no limit) for "none"."""
     return None if text == "none" else parse_duration(text, "--budget")
 
 
 def parse_duration(text: str, name: str) -> float:
     """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds.
 
-    Raises RequestError, which names the option.
+    Raises RequestError, whose message begins with `name`, the name of the option.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -215,9 +222,10 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return the `--devices` value that selects the `chosen` devices from `spec`.
+    """Return the `--devices` value that selects only some of the devices that `spec` selects.
 
-    Raises RequestError if none is chosen, or only a part of a machine file.
+    `devices` are all devices of `spec`, and `chosen` are the indices of the chosen devices in it.
+    Raises RequestError if no device is chosen, and for a part of the devices of a machine file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
@@ -251,7 +259,10 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 
 
 def parse_samples(text: str, name: str) -> int:
-    """Parse a number of samples. Raises RequestError, which names the field."""
+    """Parse a number of samples, in which spaces are allowed.
+
+    Raises RequestError, whose message begins with `name`, the name of the option or field.
+    """
     try:
         return int(text.replace(" ", ""))
     except ValueError:
@@ -261,7 +272,9 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number. Raises RequestError, which names the field."""
+    """Parse a number. Raises RequestError, whose message begins with `name`, the name of the
+    option.
+    """
     try:
         return float(text)
     except ValueError:
@@ -269,7 +282,11 @@ def _parse_number(text: str, name: str) -> float:
 
 
 def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the form's fields as arguments of `make_request`, without the empty fields."""
+    """Return the form's fields as keyword arguments of `make_request`.
+
+    `typed` has the text of each field by its name. Empty fields are left out, so that their
+    defaults apply. Raises RequestError for a field that can't be parsed.
+    """
     readers: dict[str, Callable[[str, str], Any]] = {
         "settings": lambda text, _: text.split(),
         "global_batch": parse_samples,

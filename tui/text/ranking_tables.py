@@ -1,6 +1,7 @@
-"""Formats a comparison as text: the ranking, packing, and how an even split scales.
+"""Formats a comparison of layouts as text.
 
-It imports no screen.
+There is a table of the ranking, one of packing (several trainings on one device), and one of how an
+even split scales with the number of devices. The module imports no screen.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ RANKING_NOTE = (
 def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
     """Return a table with a row for each layout, the winner first.
 
-    It shows throughput, step time, and the difference from the winner.
+    It shows throughput, step time, and the difference from the winner. `labels` are the devices'
+    short names, such as GPU:0, in the search's order.
     """
     counts = ("tokens/s", "padding") if found.mean_length else ()
     drawn = [mean_power(found.turns_of(one.candidate.layout)) for one in found.ranking]
@@ -80,7 +82,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(found: SearchReport, one: RankedLayout) -> tuple[str, ...]:
-    """Return the cells for tokens/s and padding; empty unless rows have lengths."""
+    """Return the cells for tokens/s and padding; empty unless rows have lengths (texts)."""
     if not found.mean_length:
         return ()
     padding = padding_share(found.turns_of(one.candidate.layout))
@@ -93,7 +95,10 @@ def _energy_cells(one: RankedLayout, power: Power | None) -> tuple[str, str, str
 
 
 def where(one: RankedLayout, labels: Sequence[str]) -> str:
-    """Return the devices of a layout and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
+    """Return the devices of a layout with their samples, such as GPU:0[820] GPU:1[568].
+
+    Several trainings on one device are written as 5 x GPU:0[256].
+    """
     layout = one.candidate.layout
     if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
@@ -102,11 +107,15 @@ def where(one: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(one: RankedLayout, winner: RankedLayout) -> str:
-    """Return the difference from the winner, such as "-9.0 % (-9.4 to -8.6)".
+    """Return how the throughput of `one` differs from the winner's, such as "-9.0 % (-9.4 to
+    -8.6)".
 
-    For the winner itself, return "chosen". Notes may precede the difference: `tie`; `unclear` for
-    a possible tie; `larger batch` for a faster layout that wasn't chosen because of its batch
-    size; `too uncertain` if the measurements don't decide.
+    The range in parentheses is the 95 % interval. For the winner itself, return "chosen". These
+    notes may precede the difference:
+
+    - `tie`, or `unclear` for a possible tie
+    - `larger batch` for a faster layout that wasn't chosen because of its batch size
+    - `too uncertain` if the measurements don't show which layout is faster
     """
     if one.against is None:
         return "chosen"
@@ -124,10 +133,11 @@ def against(one: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(found: SearchReport) -> list[Table]:
-    """Return a table for each way to run several trainings on one device at the same time.
+    """Return a table for each way to run several trainings on one device at the same time, such as
+    MPS.
 
-    Its rows are the numbers of trainings, with their combined throughput, the seconds of a fixed
-    number of steps, and the memory.
+    Each row is for a number of trainings, with their combined throughput, the seconds for
+    `SCALING_STEPS` steps, and the memory used.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = found.packings
@@ -149,10 +159,11 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(found: SearchReport) -> Table:
-    """Return a table of the time for a fixed number of steps with an even split.
+    """Return a table of the time for `SCALING_STEPS` steps with an even split over 1, 2, ...
+    devices.
 
     It has a row for each number of devices that was measured without tuned options (XLA,
-    precision). Without one device or any even split, the table has no rows.
+    precision). If no single device or no even split was measured, the table has only headings.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
@@ -177,7 +188,7 @@ def scaling_table(found: SearchReport) -> Table:
 
 
 def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the ranking as JSON-serializable data; the names of the keys contain the units."""
+    """Return the ranking as JSON-serializable data; the names of its keys contain the units."""
     standings = found.ranking
     titles = name_all([one.candidate for one in standings], len(labels))
     return {

@@ -27,9 +27,9 @@ THE_PLAN = "the plan"  # in the ranking
 
 
 class MeasuredCurve(msgspec.Struct, frozen=True):
-    """A device's measurements alone: (batch size, samples/s) in order of batch size.
+    """A device's solo measurements: (batch size, samples/s) in order of batch size.
 
-    It also has the smallest batch that ran out of memory.
+    `failed_batch` is the smallest batch size that ran out of memory; None if none did.
     """
 
     label: str
@@ -54,10 +54,10 @@ class ReportData(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> ReportData:
-    """Return the report of a run, given by its id, a prefix of its id, or `last`.
+    """Return the report of run `name`, which is the run's id, a prefix of the id, or `last`.
 
-    Raises RequestError if the run has no plan. The plan of an unfinished run is based on its
-    measurements so far, as in an export.
+    The plan of an unfinished run is the best one so far, as in an export. Raises RequestError if
+    there is no such run, or if it has no plan.
     """
     found = runs.load_run(name)
     header = found.header
@@ -83,9 +83,9 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the steps that apply the plan.
+    """Return the next steps for the user, each a sentence with a command, that apply the plan.
 
-    For an unfinished run, return the command that resumes it.
+    For an unfinished run (`end` is None), return the command that resumes it.
     """
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
@@ -123,8 +123,8 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
     """Return the plan and its rivals, the fastest first.
 
-    Rivals on one device are left out because the curves show them. Larger batches and the plan's
-    own layout under another name are also left out.
+    Rivals on one device are left out because the chart of curves shows them. Larger batches are
+    left out too, as is the plan's own layout under another name.
     """
     rivals = []
     for rival in plan.evidence:
@@ -136,7 +136,7 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
 
 
 def write_layout(layout: PlanLayout, header: Header) -> str:
-    """Return a layout's devices with their shares: GPU:0[820] + GPU:1[568]."""
+    """Return a layout's devices with their shares, such as GPU:0[820] + GPU:1[568]."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
         f"{each.label}[{write_part(share)}]" for each, share in parts if share.takes_part

@@ -1,6 +1,7 @@
-"""Formats a search and its plan as text.
+"""Formats a search, its plan and the journal of a training as text.
 
-It writes measurements, the tables of shares and rivals, and the journal of a training.
+It writes measurements as lines, and tables of the devices' shares and of the plan's rivals, which
+are the layouts that the plan is compared with.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return the doubts about a measurement.
+    """Return the doubts about a measurement, such as "speed drifting".
 
-    If it was timed too briefly, varying steps aren't a doubt, because so few steps don't show how
-    much steps vary.
+    If the measurement was too short, "steps vary a lot" is left out, because so few steps don't
+    show how much steps vary.
     """
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -89,7 +90,7 @@ def list_doubts(seen: Timed) -> list[str]:
 
 
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
-    """Return the line to print for an event; None if nothing is printed for it."""
+    """Return the line to print for an event of a search; None for an event that isn't printed."""
     if isinstance(event, Started):
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
@@ -101,8 +102,8 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
     """Return a measurement as one log line.
 
-    For an exception, the line has only its kind: the end of the search reports the message, the
-    source line and the file with the traceback.
+    For a measurement that raised an exception, the line has only the exception's class: the end of
+    the search reports the message, the source line and the file with the traceback.
     """
     if not isinstance(seen, Failed):
         return observation_text(seen, labels)
@@ -115,9 +116,10 @@ def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def budget_left_text(state: SessionState) -> str:
-    """Return the remaining budget as text.
+    """Return the remaining budget as text; "" for a search without a time limit.
 
-    Simulated devices have their own clock, whose seconds differ from wall-clock seconds.
+    The text is marked as simulated time on simulated devices, because their clock differs from the
+    wall clock.
     """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -130,7 +132,7 @@ def budget_left_text(state: SessionState) -> str:
 def brief_devices(labels: Sequence[str]) -> str:
     """Return device labels in short form.
 
-    GPU:0, GPU:1 becomes GPU:0,1; two devices with the same name become 2 × NVIDIA H200.
+    GPU:0 and GPU:1 become GPU:0,1. Devices with the same name are counted, such as 2 × NVIDIA H200.
     """
     kinds = {label.partition(":")[0] for label in labels}
     numbers = [label.partition(":")[2] for label in labels]
@@ -149,14 +151,15 @@ def observation_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_text(seen: Observation) -> str:
-    """Return the stage of a measurement, padded to the width of the longest name ("packed")."""
+    """Return the stage of a measurement, padded to 6 characters so that log lines are aligned."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
 def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
     """Return the outcome of a measurement as text.
 
-    It has the samples/s with doubts, "out of memory", or why the measurement failed.
+    It is the samples/s with any doubts, or "out of memory", or why the measurement failed.
+    `plus_minus` precedes the error; without its space the text is shorter.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -175,17 +178,17 @@ def outcome_text(seen: Observation, labels: Sequence[str], plus_minus: str = "±
 
 
 def outcome_name(seen: Observation) -> str:
-    """Return the name of an outcome: timed, out of memory or failed."""
+    """Return the name of an outcome: "timed", "out of memory" or "failed"."""
     if isinstance(seen, Timed):
         return "timed"
     return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
 def share_text(layout: Layout, device: int) -> str:
-    """Return a device's share with its passes, such as 820 = 2 × 410.
+    """Return the share of the device with index `device`, with its passes: 820 = 2 × 410.
 
-    If the probe measures rows of one length, return the length too. A device that takes part
-    without rows holds only a part of the model's state.
+    If the probe measures only rows of one length, the text has that length too. A device without
+    rows that still takes part holds only a part of the model's state.
     """
     if not layout.shares[device]:
         return STATE_ONLY
@@ -194,9 +197,9 @@ def share_text(layout: Layout, device: int) -> str:
 
 
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Return the active devices with their shares: GPU:0[820] GPU:1[568].
+    """Return the active devices with their shares, such as GPU:0[820] GPU:1[568].
 
-    If there are more than `most`, the others are only counted.
+    If the text would have more than `most` parts, the remaining parts are only counted.
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -217,10 +220,12 @@ def summary_lines(
 ) -> list[str]:
     """Return the whole result of a search as lines.
 
-    They are: what ran, the tables of shares and rivals, the table of batch sizes with their worth
-    in learning if it is known, the verdict with the next `steps`, remarks and warnings. `labels`
-    are the devices' short names, in the plan's order. If the terminal's `width` is given, sentences
-    are wrapped to it.
+    They are the workload, the tables of shares and rivals, the table of batch sizes with their
+    worth in learning if it is known, the verdict with the next `steps`, remarks and warnings.
+
+    `labels` are the devices' short names, in the plan's order. `verdict` is the verdict's stored
+    text, which is used if there is no structured verdict (`found`), as in a run by an older
+    version. Sentences are wrapped to `width`, the terminal's width; None doesn't wrap them.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -235,9 +240,9 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
-    """Return lines on what ran: the workload, preceded by a note if the devices are simulated.
+    """Return lines about the measured workload, preceded by a note if the devices are simulated.
 
-    Return no lines without a verdict (`found`).
+    Return an empty list without a structured verdict (`found`).
     """
     if found is None:
         return []
@@ -262,8 +267,9 @@ def verdict_lines(
 ) -> list[str]:
     """Return the verdict and the next steps as lines.
 
-    They are the recommendation and headline, the next steps, doubts about the measurements, the
-    verdict's other lines, why the search ended, and the plan's other warnings.
+    They are the recommendation and headline, the next `steps`, doubts about the measurements, the
+    verdict's other lines, why the search ended, and the plan's other warnings. Without a structured
+    verdict (`found`), the lines are those of its stored text `verdict`.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(first, "", "", remarks=tuple(others))  # of a run that kept only the text
@@ -285,7 +291,8 @@ def verdict_lines(
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
     """Return how much was measured, and why the search ended.
 
-    The text sounds no more certain than the verdict.
+    With a structured verdict (`found`), the reason is worded so that it sounds no more certain than
+    the verdict.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -302,9 +309,9 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
     """Return a table with a row for each device.
 
-    It has the device's share, its ratio, and its samples/s within the layout and alone. Below the
-    table, wrapped to `width`, are the meaning of the last column and, if known, tokens/s and
-    samples per joule.
+    A row has the device's share in samples and as a ratio, its samples/s within the layout, and its
+    solo samples/s. Below the table, wrapped to `width`, are an explanation of the last column and,
+    if known, tokens/s and samples per joule.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -341,16 +348,20 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_part(share: Share) -> str:
-    """Return a device's rows with its passes, or that it has none."""
+    """Return a device's rows with its passes.
+
+    For a device without rows, return whether it holds a part of the model's state or is left out.
+    """
     if share.batch:
         return write_share(share.batch, share.micro)
     return STATE_ONLY if share.state else "left out"
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines that explain the column of solo throughput.
+    """Return lines that explain the column "alone", which has the solo throughput of each device.
 
-    They name the devices that were fastest alone at a batch other than the plan's.
+    They name the devices whose solo throughput is for a batch other than the plan's. `alone` has
+    the solo evidence by device index; without any, return no lines.
     """
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
@@ -372,8 +383,8 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has the samples/s in small batches that would learn as fast. The table is empty if the
-    noise scale is unknown.
+    Each row has the samples/s and their worth: the samples/s in small batches that would learn as
+    fast. The table has no rows if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -382,9 +393,9 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(throughput: Throughput) -> str:
-    """Return the samples per joule of all devices, and their power.
+    """Return the samples per joule of all devices, and their power in watts.
 
-    The power of idle devices is listed separately.
+    If some devices are idle, their power is given separately too.
     """
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -407,10 +418,11 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the gain of the best layout over another layout in a few characters, as in +20.4 %.
+    """Return the gain of the best layout over layout `each` in a few characters, such as +20.4 %.
 
-    For the sum of all solo throughputs, return the fraction of it that the best layout reaches.
-    Return "tie" if both are equally fast, and "unclear" if the other throughput is too uncertain.
+    Return "tie" if both are equally fast, "unclear" if the throughput of `each` is too uncertain,
+    and "" if there is no gain to give. For the sum of all solo throughputs, return the fraction of
+    the sum that the best layout reaches, such as "97 % of it".
     """
     gain = each.gain_of(best)
     if gain is None:
@@ -425,10 +437,11 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
-    """Return lines on the plan's rivals: a split, one device, a faster larger batch.
+    """Return lines on the plan's rivals, such as another split or a faster larger batch.
 
-    They also have the plan's fraction of the sum of all solo throughputs. With `with_gains`, they
-    include the plan's gains; the verdict's headline may already have them.
+    The sum of all solo throughputs is a rival too, with the fraction of it that the plan reaches.
+    If `with_gains` is False, the plan's gains are left out, because the verdict's headline has
+    them.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -444,9 +457,11 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the samples per step of a layout over several devices if they differ from the plan's.
+    """Return a rival's samples per step, such as " = 1024 samples a step", if they differ from the
+    plan's.
 
-    Return an empty string for one device, and for a larger batch, whose name already has them.
+    `own` is the plan. Return "" if they are equal, and also for a rival on one device, whose share
+    is its whole batch, and for a larger batch, whose name contains its samples.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
@@ -456,7 +471,11 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes on a rival, without the plan's gain over it."""
+    """Return the notes on a rival without the gain of the plan (`own`) over it.
+
+    If there is no gain, the notes say why. For the sum of solo throughputs, they give the fraction
+    that the plan reaches.
+    """
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
@@ -467,7 +486,10 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return the samples/s, with "±" if they are known only to whole percents."""
+    """Return the samples/s as text, followed by "±" and the error if the interval is wide.
+
+    A wide interval is one that determines gains only to whole percents (`is_rough`).
+    """
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
@@ -475,7 +497,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return why the plan isn't compared with a layout."""
+    """Return why the gain of the plan (`own`) over a rival isn't given."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):
@@ -486,7 +508,7 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _versus(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the plan's gain over another layout, or why no gain is given."""
+    """Return the gain of the plan (`own`) over a rival, or why no gain is given."""
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)
@@ -508,10 +530,10 @@ WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the las
 
 
 def training_report(training: RecordedTraining) -> Iterator[str]:
-    """Yield the terminal lines of a training.
+    """Yield the lines that describe a recorded training in the terminal.
 
     They are a summary, then each start, each change of shares, and each speed that differs from the
-    previous speed.
+    last printed speed by more than `WORTH_SAYING`.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
@@ -529,7 +551,7 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each start, each change of shares and each change of speed."""
+    """Yield a line for each start, each change of shares or speed, and the end of a training."""
     said = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -557,9 +579,9 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield the noise scale at the end of the training.
+    """Yield a sentence with the last measured noise scale; nothing if none was measured.
 
-    If it was clearly different at the beginning, also yield that value.
+    If the first measured value was clearly different, the sentence has both.
     """
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

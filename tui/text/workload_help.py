@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 
 def workload_help() -> str:
-    """Return the whole help text."""
+    """Return the whole text of `evener help workload`."""
     entries = [registry.find(name) for name in registry.names()]
     rows = [(f"  {entry.name}", entry.summary) for entry in entries]
     settings = [

@@ -1,5 +1,6 @@
-"""Records as rows, cells and lines: everything that the screen shows, computed without a screen.
+"""Turns records into rows, cells and lines: everything that a screen shows, computed without a
+screen.
 
-Read `cells` (what a line is), then `table` (columns that grow with the terminal), then `devices`,
-`monitor` and `balance`, which use both.
+Read `cells` first (lines of the terminal and their spans), then `table` (columns that grow with the
+terminal), then `devices`, `monitor` and `balance_lines`, which use both.
 """

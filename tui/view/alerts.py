@@ -1,6 +1,6 @@
-"""Alerts: problems of a device or a training that last for a while.
+"""Alerts on problems of a device or a training that last for a while.
 
-Each problem is reported once until it ends.
+A problem is reported once. It is reported again only if it has ended and come back.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ SILENT_REPORT_SECONDS = 30.0  # seconds without a report after which a training 
 
 
 class Alert(NamedTuple):
-    """A problem that lasts.
+    """A problem that has lasted for its time in `SECONDS`.
 
-    `about` is a device's key, a training's id or, for a training without an id, "pid " and its
-    process ID.
+    `kind` is a key of `SECONDS`. `about` is a device's key, a training's id or, for a training
+    without an id, "pid " and its process ID; `label` is its name on the screen. `text` describes
+    the problem, and `at_seconds` is the Unix time at which it was reported.
     """
 
     kind: str
@@ -40,10 +41,10 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """The thresholds of alerts.
+    """The thresholds of alerts, in percent.
 
-    They are the percentage of time throttled above which an alert is raised, and the percentage of
-    the plan's samples/s below which an alert is raised.
+    A device is reported if it is throttled for at least `throttled_percent` of the time, and a
+    training if it reaches less than `plan_percent` of its plan's samples/s.
     """
 
     throttled_percent: float = 20.0
@@ -51,9 +52,9 @@ class AlertRules(NamedTuple):
 
 
 class AlertWatch:
-    """Checks every snapshot, and reports each problem once.
+    """Checks every snapshot for problems, and reports each problem once.
 
-    A problem is reported as soon as it has lasted for its time in `SECONDS`.
+    A problem is reported when it has lasted for its time in `SECONDS`.
     """
 
     def __init__(self, rules: AlertRules) -> None:
@@ -62,7 +63,9 @@ class AlertWatch:
         self._reported: set[tuple[str, str]] = set()
 
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
-        """Return the alerts that are new with this snapshot."""
+        """Return the alerts to report now, given the newest snapshot; those reported before are
+        left out.
+        """
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
         self._since = {key: self._since.get(key, now) for key in found}
@@ -76,12 +79,12 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The devices and trainings whose alerts were reported and still last."""
+        """The keys of devices and ids of trainings whose alerts were reported and still last."""
         return frozenset(about for _, about in self._reported)
 
 
 def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
-    """Yield every problem in this snapshot, however long it has lasted."""
+    """Yield every problem in this snapshot, even if it has only just begun."""
     training = {device.id for report in snapshot.reports for device in report.devices}
     for sample in snapshot.devices:
         yield from _device_alerts(sample, rules, sample.device.id in training)
@@ -133,9 +136,9 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's samples/s as a fraction of the plan's.
+    """Return a training's samples/s as a fraction of the samples/s that its plan predicts.
 
-    Return None without a plan, or if some of the ranks don't report on this machine.
+    Return None if the training has no plan, or if some of its ranks don't report on this machine.
     """
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}

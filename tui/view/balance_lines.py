@@ -1,4 +1,4 @@
-"""Renders the panels of the Balance screen as lines: shares, throughput, and what is measured."""
+"""Renders the panels of the Balance screen as lines: shares, throughput and progress."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ MOST_ROWS = 6  # rows of the layout, enough to show it whole for many devices
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return the best layout's shares as one bar, each device in its colour, with a legend below.
 
-    While another split is being measured, its shares are shown as a second bar if there is a
-    row for it.
+    While another split is being measured, its shares are a second bar if `height` allows it. Before
+    any split has been measured, the lines describe the progress of the solo measurements instead.
     """
     chosen = chosen_layout(state)
     if _measures_alone(state):
@@ -100,9 +100,9 @@ def _solo_progress(state: SessionState) -> str:
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """Return the shares as one bar, each device in its colour.
+    """Return the shares as one bar of `width` cells, each device in its colour.
 
-    Each part but the last ends in a half cell, so that parts are distinct without colours.
+    Each device's part but the last ends in a half cell, so that parts are distinct without colours.
     """
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -116,7 +116,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares, in as many rows as it needs.
+    """Return the legend of the shares, in as many lines of `width` cells as it needs.
 
     With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share are
     only counted.
@@ -151,9 +151,9 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the first split being measured that differs from the chosen layout.
+    """Return the first split being measured whose shares or passes differ from the chosen layout's.
 
-    Its shares or its passes differ. Return None if there is no such split.
+    Return None if there is no such split.
     """
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
@@ -163,7 +163,8 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return bars of samples/s: the best layout so far, and its gain over each rival.
 
-    A bar is in the rival's row if it fits there, else below the row if `height` allows.
+    A bar is in the rival's line if `width` allows it. Otherwise it is below that line, or left out
+    if `height` doesn't allow it.
     """
     found = rivals(state)
     if not found:
@@ -186,7 +187,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
-    """Return the width of the column of names."""
+    """Return the width in cells of the column with the layouts' names."""
     if width < _WHOLE_CELLS:
         widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
@@ -195,10 +196,12 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Return the fastest measurement, and why it is faster than the best layout so far.
+    """Return a note about the fastest measurement if it is faster than the best layout's
+    throughput.
 
-    The chart and the log show the same measurement. Return an empty string if no measurement is
-    faster, before a split was measured, and after the search.
+    The log and the chart show such measurements, so the note says why the best layout is another,
+    for example because the faster one needs a larger batch. Return "" if no measurement is faster,
+    before a split was measured, and after the search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -254,10 +257,10 @@ def _rival_line(
 
 
 def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the gain of the best layout over another layout, preceded by the faster layout.
+    """Return the best layout's gain over layout `each`, such as "plan +20.4 %" or "best +20.4 %".
 
-    It is "plan +20.4 %", or "best +20.4 %" during the search. Texts without a gain, such as "tie",
-    stay as `versus` writes them.
+    The word says whose gain it is: "plan" if `best` is the plan of a finished search, "best" while
+    the search runs. Texts of `versus` without a gain, such as "tie", are returned unchanged.
     """
     gain = versus(best, each)
     if not gain.startswith(("+", "-")):
@@ -267,14 +270,17 @@ def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
 
 
 def versus_tone(text: str) -> Tone:
-    """Return "good" for a gain above 0 that `write_gain_of` or `versus` wrote, else "dim"."""
+    """Return "good" if `text`, written by `write_gain_of` or `versus`, has a positive gain, else
+    "dim".
+    """
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return lines on what the search does and why, its progress, and the latest measurements.
 
-    While the search runs, warnings leave at least two rows for measurements.
+    Warnings take at most a third of `height`. While the search runs, they also leave at least two
+    lines for measurements.
     """
     said = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
@@ -287,7 +293,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
 
 
 def other_warnings(finished: Finished) -> list[str]:
-    """Return the plan's warnings that the verdict's lines don't contain."""
+    """Return the plan's warnings except those that the lines of the verdict already contain."""
     doubts = write_verdict(finished.found).doubts if finished.found is not None else ()
     return [warning for warning in finished.plan.warnings if warning not in doubts]
 
@@ -305,9 +311,10 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """Return the lines of the verdict.
+    """Return the lines of a finished search's verdict.
 
-    They are the layout with its throughput and the recommendation, gains, next steps, and remarks.
+    They are the layout with its throughput and the recommendation, gains, the next step, warnings
+    and remarks.
     """
     if finished.found is None:  # a run by an older version, which stored only the text
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
@@ -328,8 +335,8 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 def verdict_head(finished: Finished, width: int) -> list[Line]:
     """Return the recommendation, then the throughput with its layout.
 
-    If the recommendation ends with the layout, the throughput comes first, and the recommendation
-    below it leaves the layout out.
+    If the recommendation ends with the layout, the throughput comes first, and the layout is left
+    out of the recommendation so that it isn't repeated.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
@@ -349,7 +356,7 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
 
 
 def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
-    """Return the throughput and its layout, side by side if they fit."""
+    """Return the throughput and its layout on one line if both fit, else on separate lines."""
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
     beside = Span(f"{BETWEEN}{plain(layout)}", "strong")
     first = Span(f" {plain(throughput)}", "headline")
@@ -361,7 +368,8 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 def _search_progress(state: SessionState) -> str:
     """Return what is being measured and why.
 
-    If every running probe is still building the model, return the devices on which it is built.
+    If every running probe is still building its model, return the devices on which models are
+    built.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -374,7 +382,7 @@ def _search_progress(state: SessionState) -> str:
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     """Return lines on the number of measurements and the remaining budget.
 
-    After the end, they say why the search ended.
+    After the search, they give the reason why it ended instead of the budget.
     """
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
@@ -417,9 +425,10 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return a plan's warnings, each wrapped, in at most `most` rows.
+    """Return a plan's warnings, each wrapped to `width`, in at most `most` lines; None doesn't
+    limit them.
 
-    If not all rows fit, the last row ends in an ellipsis.
+    If not all lines fit, the last one ends in an ellipsis.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

@@ -1,6 +1,7 @@
 """Text in tones, and lines that fill an exact number of terminal cells.
 
-A line consists of spans, each with one tone. The module also has the signs that lines contain.
+A line consists of spans, each in one tone: a named colour that a theme defines. The module also has
+the signs that lines contain.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The signs that are drawn, one cell each. `to_ascii` replaces each by a similar ASCII sign."""
+    """The non-ASCII signs that are drawn, one cell each.
+
+    `to_ascii` replaces each by a similar ASCII sign for terminals without Unicode.
+    """
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
     LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
@@ -45,9 +49,10 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return the ASCII sign for a braille sign with these dots.
+    """Return the ASCII sign that resembles a braille sign; `bits` are its dots.
 
-    It shows the height of a sign that is filled from below, and else the position of the dots.
+    A sign that is filled from the bottom is replaced by a sign of similar height, and any other by
+    a sign at the mean height of its dots.
     """
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
@@ -119,7 +124,7 @@ DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)
 
 
 class Span(NamedTuple):
-    """Text in one tone; `action` is Textual's action for a click on the text."""
+    """Text in one tone; `action` is the Textual action that a click on the text runs, or ""."""
 
     text: str
     tone: Tone = "text"
@@ -127,14 +132,14 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of the terminal; `cursor` marks the row that keys act on."""
+    """A line of the terminal; `cursor` is True for the line that keys act on."""
 
     spans: tuple[Span, ...] = ()
     cursor: bool = False
 
     @property
     def text(self) -> str:
-        """The row's text without colour."""
+        """The line's text without colours."""
         return "".join(span.text for span in self.spans)
 
 
@@ -142,14 +147,14 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """Return a line of spans; a plain string becomes a span of ordinary text."""
+    """Return a line of these spans; a plain string becomes a span in the tone "text"."""
     return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
 
 
 def device_tone(position: int) -> Tone:
-    """Return the tone of the device at this position in the session's list of devices.
+    """Return the tone of the device at this index in the session's list of devices.
 
-    Every screen uses the same tone.
+    A device has the same tone on every screen. Tones repeat after eight devices.
     """
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
@@ -174,7 +179,7 @@ def _sign_cells(sign: str) -> int:
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return `text` in at most `width` cells, with an ellipsis at the end if it was truncated."""
+    """Return `text` in at most `width` cells; a longer text is truncated and ends in `ellipsis`."""
     if cells(text) <= width:
         return text
     room = width - cells(ellipsis)
@@ -192,7 +197,10 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 def fit(
     text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…"
 ) -> str:
-    """Return `text` padded or truncated to exactly `width` cells."""
+    """Return `text` padded or truncated to exactly `width` cells.
+
+    A truncated text ends in `ellipsis`.
+    """
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))
     return shown + blank if align == "left" else blank + shown
@@ -209,7 +217,8 @@ def span_cells(spans: Iterable[Span]) -> int:
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
     """Merge adjacent spans of one tone, and blanks with the span before them.
 
-    A row then has fewer parts. Spans with an action aren't merged.
+    Return the merged spans as (text, tone, action). A line then has fewer parts to render. Spans
+    with an action aren't merged.
     """
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
@@ -247,7 +256,10 @@ def pad(
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """Return a line with one part at each end. The right part is dropped if both don't fit."""
+    """Return a line of `width` cells with `left` at its left end and `right` at its right end.
+
+    If both don't fit, `right` is dropped.
+    """
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
@@ -257,7 +269,7 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
     """Wrap `text` at spaces into at most `most` lines of at most `width` cells.
 
-    Numbers stay whole.
+    Numbers aren't broken between lines. If text is left over, the last line ends in an ellipsis.
     """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
@@ -279,15 +291,18 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
 def text_lines(
     text: str, width: int, most: int, tone: Tone = "text", indent: int = 1
 ) -> tuple[Line, ...]:
-    """Escape any text and return it as at most `most` indented lines, wrapped between words."""
+    """Return a text as at most `most` lines, wrapped between words and indented by `indent` cells.
+
+    Control characters in the text are escaped.
+    """
     rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Return the lines in at most `height` rows.
+    """Return the lines if they fit in `height`; else as many as fit, followed by `hint`.
 
-    If lines are left out, the last row says how to read them.
+    `hint` says how to read the lines that are left out.
     """
     if len(lines) <= height:
         return tuple(lines)
@@ -296,9 +311,9 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Escape a text and return all of it, line by line.
+    """Return all of a text of several lines, with control characters escaped.
 
-    Lines that are too long are wrapped, between words if possible.
+    Lines longer than `width` are wrapped, between words if possible.
     """
     rows: list[str] = []
     for given in text.splitlines():

@@ -1,7 +1,7 @@
 """Renders values in cells: readings as short texts, bars and sparklines.
 
-A reading without a value is shown as the reason. Charts with axes are in `plot`, graphs over time
-in `time_graph`.
+A reading without a value is shown as the reason why it is missing. Charts with axes are in `plot`,
+graphs over time in `time_graph`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ celsius = "{:.0f} °C".format
 
 
 def samples_rate(number: float) -> str:
-    """Return a throughput with its unit."""
+    """Return a throughput in samples/s as text with its unit."""
     return f"{rate(number)} samples/s"
 
 
 def short(number: float) -> str:
-    """Format a number in at most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
+    """Format a number in at most four characters, such as 0.5, 12, 684, 2123, 12k or 2.1M."""
     if number < 0:
         return f"-{short(-number)}"
     for below, scale, unit in (
@@ -60,7 +60,7 @@ def _digits(number: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Format a number of bytes in at most four characters: 0, 12K, 340M, 1.2G."""
+    """Format a number of bytes in at most four characters, such as 0, 12K, 340M or 1.2G."""
     if count < 999.5:
         return f"{count:.0f}B" if count >= 0.5 else "0"
     for unit in "KMG":
@@ -71,7 +71,9 @@ def short_bytes(count: float) -> str:
 
 
 def run_time(seconds: float | None) -> str:
-    """Format a time in at most six characters: 0:07, 59:59, 23h59, 99d23h. Empty if unknown."""
+    """Format a duration in a few characters, such as 0:07, 59:59, 23h59 or 99d23h; "" if it is
+    unknown.
+    """
     if seconds is None or seconds < 0:
         return ""
     minutes, rest = divmod(int(seconds), 60)
@@ -82,15 +84,16 @@ def run_time(seconds: float | None) -> str:
 
 
 def gib(count: float) -> str:
-    """Format a number of bytes as GiB in few characters: 0.1, 7.2, 62, 140."""
+    """Format a number of bytes as GiB in a few characters, such as 0.1, 7.2, 62 or 140."""
     number = count / GIB
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
-    """Return a reading in at most `width` cells, and whether its value is current.
+    """Return a reading as text, and whether its value is current.
 
-    A stale value keeps its mark; if both don't fit, only the mark is shown.
+    `draw` formats a value. A stale value is preceded by a mark; if both don't fit in `width` cells,
+    only the mark is returned. A reading without a value is a word or a sign that says why.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -112,7 +115,8 @@ def draw_reading(
 ) -> Span:
     """Return a reading as one span, right-aligned in `width` cells.
 
-    The tone depends on the value if it is current.
+    `draw` formats its value. `tone` is a tone, or a function that returns the tone of a current
+    value; a missing or stale value is dim, or "bad" if the device is lost.
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -122,10 +126,10 @@ def draw_reading(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function that returns the tone of a temperature.
+    """Return a function that maps a temperature of this device in °C to a tone.
 
-    It is "warn" within 10 °C of the limit at which the device throttles itself, and "bad" within 3
-    °C. An unknown limit counts as 90 °C.
+    The tone is "warn" within 10 °C of the temperature at which the device throttles itself, and
+    "bad" within 3 °C. If that temperature is unknown, it is taken to be 90 °C.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -150,7 +154,8 @@ def throttle_tone(number: float) -> Tone:
 def traffic(sample: DeviceSample) -> Reading:
     """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
 
-    Without any value, return a reading that says why.
+    If some values are stale, so is the total. If no value is known, return the reading that says
+    why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -171,7 +176,9 @@ def traffic(sample: DeviceSample) -> Reading:
 
 
 def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
-    """Return a bar of `width` cells filled to the fraction `share`, readable without colour."""
+    """Return a bar of `width` cells filled to the fraction `share` (0 to 1), readable without
+    colour.
+    """
     if width <= 0:
         return ()
     halves = round(max(0.0, min(1.0, share)) * width * 2)
@@ -183,9 +190,9 @@ def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
 
 
 def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a bar of compute time (own work), then waiting.
+    """Return a bar of compute time (own work) followed by waiting time, both in seconds.
 
-    `width` cells are `longest_s` seconds, for example the step of the slowest rank.
+    The full `width` stands for `longest_s` seconds, for example the step of the slowest rank.
     """
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
@@ -203,9 +210,9 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """Return a filled graph of the newest values as `height` lines, from the top down.
+    """Return a filled graph of the newest values as `height` lines, from top to bottom.
 
-    Each column is one value.
+    Each column is one value, the newest at the right. A value of `highest` fills the whole height.
     """
     if width <= 0 or height <= 0:
         return ()
@@ -217,9 +224,10 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value in steps, at most `most`.
+    """Return the height of a value in steps (an eighth of a cell); `most` steps stand for
+    `highest`.
 
-    A known value has at least one step.
+    A known value has at least one step so that it is visible; an unknown value has none.
     """
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
@@ -228,9 +236,10 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of cells from the top down, filled to `count` steps.
+    """Return a column of `height` cells from top to bottom, filled to `count` steps.
 
-    It has an edge, and shading below it.
+    `levels` are the signs for a partly filled cell, from empty to full, and `shade` fills the cells
+    below.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
@@ -251,6 +260,6 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
-    """Return about `most` round numbers from 0 to at most `highest`."""
+    """Return about `most` round numbers from 0 up to at most `highest`, equally spaced."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

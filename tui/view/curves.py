@@ -1,6 +1,6 @@
-"""The chart of a search: samples/s of each device alone by batch size.
+"""The chart of a search: each device's solo samples/s by batch size.
 
-It has confidence intervals, and the batch sizes that ran out of memory.
+It shows confidence intervals, and the batch sizes that ran out of memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """Return the chart of the curves in this state.
+    """Return the chart of the devices' curves in this state of a search.
 
-    Devices whose measurements differ by at most `ALIKE` share a curve, which is labelled with all
-    of them.
+    Devices whose measurements differ by at most `ALIKE` share a curve, whose label names all of
+    them.
     """
     found = curves(state)
     groups = _group_alike(found)
@@ -60,7 +60,8 @@ def _series(
 ) -> Series:
     """Return one curve for a group of similar devices.
 
-    Each device keeps its points and the text that is shown at them.
+    The line is that of the first device, and the measured points are those of all devices.
+    `measured` maps a point to its measurement, which the cursor shows.
     """
     first = group[0]
     points = [
@@ -100,7 +101,10 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """Return, for each point of a device alone, the measurement and its number among all probes."""
+    """Map each solo measurement's point to its probe number and the measurement.
+
+    A point is (device index, batch size, samples/s).
+    """
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -114,9 +118,9 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _zones(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a line at each device's smallest batch size that ran out of memory.
+    """Return a vertical line at each device's smallest batch size that ran out of memory.
 
-    From the largest of these batch sizes on, the chart is hatched.
+    The chart is hatched from the largest of these batch sizes on.
     """
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

@@ -39,7 +39,10 @@ NEWEST_TICKS = 48  # ticks of a row's history
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """A device's row: its newest sample and its history."""
+    """A device's row in the table: its newest sample and its history.
+
+    `busy` is empty if the device trains, because then the history shows `speeds`.
+    """
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
@@ -51,7 +54,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """A host with its devices, which are listed below it unless it is folded."""
+    """A host with its devices; they are listed below it unless the host is folded."""
 
     host: str
     rows: tuple[DeviceRow, ...]
@@ -66,7 +69,8 @@ def device_rows(
 ) -> tuple[DeviceRow, ...]:
     """Return a row for each device, with its recent history and the work of its training.
 
-    `alarmed` has the keys of the devices with an alert.
+    `history` returns the recent values of a device's metric. `alarmed` has the keys of the devices
+    with a current alert.
     """
     work = work_by_device(snapshot)
     return tuple(
@@ -83,9 +87,9 @@ def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: boo
 
 
 def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """Return the rows, grouped under their hosts if devices have hosts.
+    """Return the rows grouped under their hosts; devices without a host stay ungrouped.
 
-    The devices of folded hosts are left out.
+    The devices of the hosts in `folded` are left out.
     """
     grouped: list[PanelRow] = []
     for host in dict.fromkeys(row.sample.device.host for row in rows):
@@ -98,9 +102,9 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """Draw a host's line: whether it is folded, its name, and totals of its devices.
+    """Draw a host's line: whether it is folded, its name, and the totals of its devices.
 
-    The line of a lost host says why it is lost.
+    The line of a lost host says why it was lost. `here` is True if the cursor is on the line.
     """
     count = len(row.rows)
     head = (
@@ -122,9 +126,10 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return as many totals of several devices as fit.
+    """Return as many totals of several devices as fit in `room` cells.
 
-    They are samples/s, mean utilisation, watts and memory. Return nothing for one device.
+    The totals are samples/s, mean utilisation, watts and memory. For one device, return an empty
+    tuple.
     """
     if len(samples) < 2:
         return ()
@@ -201,7 +206,10 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate: True for a row with a device that supports any of these fields."""
+    """Return a predicate that is True for a row if any of its devices supports any of these fields.
+
+    It decides whether the column of these fields is shown.
+    """
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
         for each in _devices(row)
@@ -214,9 +222,9 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function from used bytes to a tone.
+    """Return a function that maps this device's used bytes to a tone.
 
-    It is "warn" from 98 % of the device's memory on, and else "memory".
+    The tone is "warn" from 98 % of the device's memory on, else "memory".
     """
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
@@ -235,10 +243,12 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Return a column for a reading.
+    """Return a column for the reading `field` of a sample.
 
-    A cell has as much of the reading's limit, unit and bar as fits; `least_width` is the number of
-    cells without a bar.
+    A cell shows as much of the value, its limit, the `unit` and a bar as fits. `least_width` is the
+    number of cells without a bar. `limit` is the field with the value's maximum, if there is one;
+    `full` is the value that fills the bar without a `limit`, or 0 for no bar. `most` is the
+    column's largest width.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
@@ -277,7 +287,7 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """Abbreviate the reasons for throttling to letters, as many as fit.
+    """Abbreviate the reasons for throttling to letters, at most `room` of them.
 
     P is power, T thermal, B brake, S sync or software, and H hardware. Any other reason becomes its
     first letter.
@@ -320,9 +330,9 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw compute time (own work) as a fraction of compute time and waiting.
+    """Draw compute time (own work) as a percentage of the sum of compute and waiting time.
 
-    If there is room, draw a bar too.
+    If there is room, draw a bar of both times too.
     """
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
@@ -414,9 +424,10 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """Draw a row.
+    """Draw a device's row, or a host's row by `draw_host`.
 
-    A host's row is drawn differently. A lost device's row says what happened instead of its values.
+    The row of a lost device says what happened to it instead of its values. `here` is True if the
+    cursor is on the row.
     """
     if isinstance(row, HostRow):
         return draw_host(row, width, here)

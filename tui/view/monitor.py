@@ -1,6 +1,6 @@
-"""The Monitor screen except its device table.
+"""The lines of the Monitor screen except its device table.
 
-It has header lines, graphs of a device, processes, and all details of a device or process.
+They are header lines, the table of processes, and all details of a device or a process.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ LEAST_TERMINAL = 40  # least columns for a graph
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """Return the rows of each panel, frames included.
+    """Return the height in lines of each panel, by its CSS selector; frames are included.
 
-    Rows are given first to all devices, then to some processes, then to graphs, and then to more
-    processes and taller graphs.
+    `width` and `height` are the terminal's; `frame` is the number of lines that a panel's frame
+    takes. Lines go first to all `devices`, then to some `processes`, then to graphs, and then to
+    more processes and taller graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -69,7 +70,8 @@ def arrange(
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
     """Return the product's name, the screens with their keys, and a text on the right.
 
-    That is the longest text of `right` that fits. A click on a screen's name opens that screen.
+    `screens` has the titles by the screens' names, and `shown` is the name of the open screen. The
+    text is the first of `right` that fits. A click on a screen's title opens that screen.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
@@ -82,9 +84,10 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return texts on a snapshot, the longest first.
+    """Return texts about a snapshot, the longest first, from which `top_line` takes one that fits.
 
-    The first has its host, driver and time, the second its host and time, the third only its time.
+    The first has the host, the driver and the time (`clock`), the second the host and the time, the
+    third only the time.
     """
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
@@ -94,7 +97,7 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """Return the newest alert with its time, and the number of other unread alerts."""
+    """Return the newest alert with its time, and how many of the `unread` alerts are older."""
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -105,7 +108,10 @@ def alert_line(alert: Alert, unread: int, width: int) -> Line:
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
-    """Return alerts with their times, in the given order."""
+    """Return all alerts with their times, in the given order.
+
+    Without alerts, say which problems will be listed.
+    """
     if not alerts:
         words = (
             "No alert so far: a device that is hot, throttled, silent, or idle while a training "
@@ -124,7 +130,8 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
     """Return the CPU, load and memory of the machine.
 
-    If there is room, `state` ("paused") or the totals of all devices are on the right.
+    On the right is `state` (such as "paused") or, if it is "", as many totals of all devices as
+    fit.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -150,9 +157,9 @@ MOST_NOTE_LINES = 3
 
 
 def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the first note about the machine, and the number of other notes.
+    """Return the first note about the machine, and the number of the other notes.
 
-    The note is whole if it fits in a few lines.
+    The note is wrapped into at most `MOST_NOTE_LINES` lines. Without notes, return no lines.
     """
     if not notes:
         return ()
@@ -173,7 +180,11 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
-    """Return a reading as text: its value, why it has none, or the age of the last value."""
+    """Return a reading as text: its value, or the last value with its age, or why there is no
+    value.
+
+    `draw` formats the value.
+    """
     if reading.state is State.VALUE and reading.value is not None:
         return draw(reading.value)
     if reading.state is State.STALE and reading.value is not None:
@@ -196,7 +207,10 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """Return a formatter for a value followed by its limit, if there is a limit."""
+    """Return a formatter for a value followed by its maximum `whole`, such as "300 W of 700 W".
+
+    If the maximum is unknown, only the value is formatted, by `text`.
+    """
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -215,9 +229,9 @@ def _energy(joules: float) -> str:
 def device_details(
     sample: DeviceSample, width: int, links: Sequence[Link] = ()
 ) -> tuple[Line, ...]:
-    """Return every metric of a device with its unit, or why it is missing.
+    """Return every metric of a device with its unit, or why the metric is missing.
 
-    The links in `links` that connect the device are listed too.
+    `links` are connections between devices; those of this device are listed too.
     """
     device = sample.device
     facts = [
@@ -268,10 +282,7 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the facts and, in one sentence below them, the names of the missing facts.
-
-    A fact is missing if the device doesn't report it.
-    """
+    """Return the facts that the device reports, and one sentence that names the others."""
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
     words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()
@@ -279,7 +290,7 @@ def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """Return all facts about a process. `started` is its start time as text."""
+    """Return all facts about a process as lines. `started` is its start time as text."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", plain(row.user)),
@@ -312,7 +323,10 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """A row: the process, its run time, and whether it has ended."""
+    """A row of the process table: the process, its run time, and whether it has ended.
+
+    The run time is in seconds; None if the start time is unknown.
+    """
 
     sample: ProcessSample
     seconds: float | None = None
@@ -338,9 +352,10 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the value by which a column is sorted.
+    """Return the number by which a column of readings is sorted.
 
-    An unknown value is -1, so that it comes last in descending order.
+    It is the reading's value. A missing value counts as -1, so that it comes last in descending
+    order.
     """
     return -1.0 if reading.value is None else reading.value
 
@@ -359,7 +374,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """Draw a bar of the fraction of time in which the process computes."""
+    """Draw a bar of the percentage of time in which the process computes on its device."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -409,17 +424,20 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_search_text(row: ProcessRow) -> str:
-    """Return the text of a process that a filter searches."""
+    """Return the text of a process in which the filter searches."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 
 def identity(sample: ProcessSample) -> Identity:
-    """Return the identity of a process, which is the same at every tick."""
+    """Return a key that identifies a process on a device in every snapshot."""
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """Return a row for each process, including processes that have `ended` since."""
+    """Return a row for each process, including processes that have `ended` since.
+
+    They are sorted by process ID. Rows of ended processes have stale values.
+    """
     return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,
@@ -431,7 +449,7 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """Return the row of a process that has ended, with its last values marked as stale."""
+    """Return the sample of a process that has ended, with its last values marked as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     known = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None
@@ -444,7 +462,7 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return why no process is shown, and what to do.
+    """Return the lesson for an empty list of processes: why it is empty, and how to begin.
 
     On CPU slices, only trainings that report themselves are visible.
     """

@@ -1,8 +1,8 @@
 """A line chart in braille, as lines of spans.
 
 It has several series on linear or log2 axes, with round ticks, intervals as strokes, hatched zones
-and one cursor. A terminal cell has two columns and four rows of braille dots. The chart imports no
-screen and doesn't interpret its values: each point has the text that is shown at the cursor.
+and one cursor. A terminal cell has two columns and four rows of braille dots. The module imports no
+screen and doesn't interpret its values: each point carries the text that is shown at the cursor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _HATCH = "╱"
 
 
 class PlotPoint(NamedTuple):
-    """A point of a series. `low` and `high` are the ends of its interval.
+    """A point of a series.
 
-    `text` is shown if the cursor is at the point.
+    `low` and `high` are the ends of its confidence interval along y; None draws no interval. `text`
+    is shown while the cursor is at the point.
     """
 
     x: float
@@ -38,9 +39,9 @@ class PlotPoint(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A curve through the points of `line`, with signs at the measured `points`.
+    """A curve through the vertices of `line`, with signs at the measured `points`.
 
-    It is dashed beyond the x `known_to`.
+    The curve is dashed for x above `known_to`, because it is only a prediction there.
     """
 
     label: str
@@ -61,16 +62,16 @@ class Zone(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """The range of one side of the chart, on a linear or a log2 scale."""
+    """The range of values along one side of the chart, on a linear or a log2 scale."""
 
     low: float
     high: float
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """Return a value's place on the axis: 0 at the lower end, 1 at the upper end.
+        """Return a value's position on the axis: 0 at the lower end, 1 at the upper end.
 
-        The value is clamped to the axis.
+        Values outside the axis are clamped to its ends.
         """
         number = max(self.low, min(self.high, number))
         if self.log2:
@@ -91,7 +92,11 @@ class Axis(NamedTuple):
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """Return an axis that contains all these numbers. A linear axis begins at 0."""
+    """Return an axis whose range contains all these numbers.
+
+    A linear axis begins at 0, and a log2 axis begins and ends at powers of 2. Infinite numbers are
+    ignored, as are numbers up to 0 on a log2 axis.
+    """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:
         low = 2.0 ** math.floor(math.log2(min(usable, default=1.0)))
@@ -103,7 +108,11 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """The contents of a chart. `cursor` is the x whose points are described below the chart."""
+    """The contents of a chart. `cursor` is the x whose points are described below the chart.
+
+    Without a cursor (None), nothing is described. `draw_x` and `draw_y` format the labels of the
+    axes.
+    """
 
     series: tuple[Series, ...] = ()
     zones: tuple[Zone, ...] = ()
@@ -122,17 +131,19 @@ class Chart(NamedTuple):
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
-        """Every x with a point, in ascending order: the positions of the cursor."""
+        """Return every x that has a point, in ascending order: the positions to which the cursor
+        can move.
+        """
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
-        """The points at the cursor, each with its series."""
+        """Return the points at the cursor, each with its series."""
         return tuple(
             (one, point) for one in self.series for point in one.points if point.x == self.cursor
         )
 
     def axes(self) -> tuple[Axis, Axis]:
-        """The two axes, which contain all points, lines and intervals."""
+        """Return the x axis and the y axis, which contain all points, lines and intervals."""
         across: list[float] = [zone.low for zone in self.zones]
         up: list[float] = []
         for one in self.series:
@@ -143,7 +154,10 @@ class Chart(NamedTuple):
 
 
 class Canvas:
-    """The cells of a chart: braille dots, and text in front of the dots or behind them."""
+    """The cells of a chart: braille dots, and text in front of the dots or behind them.
+
+    Text behind the dots is visible only in cells without dots.
+    """
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
@@ -154,14 +168,19 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Draw a dot at dot coordinates from the top left. A dot outside the canvas is ignored."""
+        """Draw a dot; `x` and `y` count dots from the top left. A dot outside the canvas is
+        ignored.
+        """
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw a straight line between dot coordinates: every dot, or only each `every`-th one."""
+        """Draw a straight line between two dots, given by their coordinates.
+
+        If `every` is above 1, draw only each `every`-th dot, for a dashed line.
+        """
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, every):
@@ -170,14 +189,17 @@ class Canvas:
             self.dot(x, y, tone)
 
     def write(self, column: int, row: int, text: str, tone: Tone, *, behind: bool = False) -> None:
-        """Write text over the dots, or behind them."""
+        """Write text, beginning at a cell given by its column and row.
+
+        The text covers the dots. If `behind` is True, it is visible only in cells without dots.
+        """
         layer = self._behind if behind else self._front
         for place, sign in enumerate(text, column):
             if 0 <= place < self.width and 0 <= row < self.height:
                 layer[place, row] = sign, tone
 
     def row(self, row: int) -> tuple[Span, ...]:
-        """Return a row, counted from the top, as spans."""
+        """Return the cells of a row, counted from the top, as spans."""
         spans = []
         for column in range(self.width):
             bits = self._bits[row][column]
@@ -189,7 +211,7 @@ class Canvas:
 
 
 class Frame(NamedTuple):
-    """The position of the plot inside the chart's lines, for drawing and for clicks."""
+    """The geometry of the plot inside the chart, for drawing and for clicks."""
 
     x: Axis
     y: Axis
@@ -198,14 +220,13 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the column of cells in which an x is drawn, counted from the left of the plot."""
+        """Return the cell column of a value of x, counted from the left of the plot."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
         """Return round values of y for the labels of the axis.
 
-        Their rows are about equally far apart. There are fewer values if rounding to rows would
-        make the distances unequal.
+        There are fewer values if more would be unevenly spaced after rounding to rows of cells.
         """
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
@@ -217,18 +238,21 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """Return the row of cells in which a y is drawn, counted from the top of the plot."""
+        """Return the cell row of a value of y, counted from the top of the plot."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:
-        """Return a point's dot coordinates from the top left of the plot."""
+        """Return a point's coordinates in dots, counted from the top left of the plot."""
         across = round(self.x.place(x) * (self.width * 2 - 1))
         up = round(self.y.place(y) * (self.height * 4 - 1))
         return across, self.height * 4 - 1 - up
 
 
 def frame_chart(chart: Chart, width: int, height: int) -> Frame:
-    """Return the frame of a chart of `width` × `height` cells: legend, plot, axis, labels."""
+    """Return the geometry of a chart of `width` × `height` cells.
+
+    The plot leaves room for the legend, the x axis with its labels, and the labels of y.
+    """
     x, y = chart.axes()
     rows = max(1, height - 3)
     ticks = Frame(x, y, 0, width, rows).y_ticks()
@@ -240,7 +264,8 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
     """Return the chart in exactly `height` lines of `width` cells.
 
-    Return no lines if that is too small, and one line with a message if the chart is empty.
+    A chart without points is one line with the message `nothing`. Return no lines if the size is
+    below `LEAST_WIDTH` × `LEAST_HEIGHT`.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()
@@ -299,7 +324,10 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """Return the caption of y and the labelled series. Series that don't fit are only counted."""
+    """Return the caption of the y axis and the labels of the series.
+
+    Labels that don't fit are only counted.
+    """
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
     for place, one in enumerate(named):
@@ -313,7 +341,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """Yield the label and the axis in front of each row of the plot."""
+    """Yield, for each cell row of the plot from the top, its label and its part of the y axis."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
@@ -324,7 +352,9 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """Return the axis with its ticks, and its labels with the caption at the right end."""
+    """Return two lines: the x axis with its ticks, and its labels with the caption at the right
+    end.
+    """
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""
@@ -343,15 +373,18 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x of a point that is nearest to a cell column of the plot.
+    """Return the x in `stops` that is drawn nearest to cell `column` of the plot, such as a click.
 
-    The column is, for example, the one that was clicked.
+    Return None if there are no stops.
     """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """Return the points at the cursor as text, or how to move the cursor to a point."""
+    """Return the points at the cursor as one line.
+
+    If no point is at the cursor, the line says which keys move the cursor.
+    """
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

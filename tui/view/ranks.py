@@ -1,6 +1,7 @@
-"""A training's ranks as rows, and what slows the training down.
+"""Collects the ranks of a training as rows, and the causes that slow the training down.
 
-The causes are silence, input, work between steps, waiting, and other processes on its devices.
+The causes are silent ranks, input, work between steps, waiting, and other processes on the
+training's devices.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """A device of a training.
+    """A rank of a training on one of its devices.
 
-    Unknown numbers are 0, unknown texts are empty, and an unknown rank is -1.
+    Unknown numbers are 0, unknown texts are empty, and an unknown rank is -1. Fields that end in
+    `_s` are in seconds.
     """
 
     rank: int
@@ -75,9 +77,9 @@ DOING: dict[Doing, str] = {  # what a silent rank is doing
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that slows a training down, and its description.
+    """A cause that slows a training down, and its description (`text`).
 
-    The numbers in the text are fields too.
+    The numbers in the text are also fields, so that programs needn't parse the text.
     """
 
     kind: str  # the kind of a limit, or silent
@@ -89,7 +91,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank, its report on its device, and the device's newest sample.
+    """A rank on a device: its row, its own report about the device, and the device's newest sample.
 
     The sample is None if the monitor doesn't see the device.
     """
@@ -102,9 +104,10 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield a row for each device of each process.
+    """Yield the ranks of one process's report, one for each of its devices.
 
-    A process that reports no device has one row without a device.
+    A process that reports no device gives one row without a device. `samples` has the newest
+    samples of the devices that the monitor sees, and `at_seconds` is the time of the snapshot.
     """
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):
@@ -140,15 +143,18 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return a rank's measurements, from which the limits of its training are computed."""
+    """Return the measurements of the rank at `place`, for computing what limits the training.
+
+    `rows` are all rows of the training; they determine how the rank is named.
+    """
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds the next report of a silent rank has been overdue.
+    """Return for how many seconds the next report of a silent process has been overdue.
 
-    Return 0 while the rank reports. A rank is silent once its report is late by more than
+    Return 0 while the process reports. It is silent once its report is late by more than
     `OLD_SECONDS` and by more than `SILENT_STEPS` steps.
     """
     late_s = report.late_seconds(at_seconds)
@@ -156,9 +162,10 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the compute time (own work) and waiting of a step by host and device id.
+    """Return the compute time (own work) and waiting time of a step, by host and device id.
 
-    They are known for all devices whose training reports both. Silent processes are left out.
+    Devices are left out if their training doesn't report both or is silent. The host is "" if all
+    devices are local.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -171,7 +178,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Return the training's name for a device that the monitor doesn't see."""
+    """Return the training's own name for a device that the monitor doesn't see."""
     name = live.id or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
 
@@ -184,8 +191,9 @@ def find_causes(
 ) -> tuple[Cause, ...]:
     """Return the causes that slow a training down.
 
-    They are silent ranks, the training's limits, throttled devices, and other processes on its
-    devices. `missing` ranks have no report on this machine.
+    They are silent ranks, the limits that `judged` found in the steps, throttled devices, and other
+    `processes` on the training's devices. `missing` is the number of ranks without a report on this
+    machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -197,17 +205,20 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return a rank's name: its device, or its number if several ranks use that device."""
+    """Return the name of a rank: its device, or its number if several ranks use that device.
+
+    `rows` are all ranks of the training.
+    """
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield a cause for each silent rank that others wait for.
+    """Yield a cause for each silent rank that other ranks wait for.
 
-    These are the stopped ranks or, if there are none, the ranks with the least progress. If all
-    ranks are silent in the same part of a step, yield one cause for all of them.
+    If all ranks are silent in the same part of a step, yield one cause for all of them. `missing`
+    is the number of ranks without a report on this machine, whose progress is therefore unknown.
     """
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -222,9 +233,10 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the others wait for.
+    """Return the silent ranks that the other ranks wait for.
 
-    These are the stopped ranks or, if there are none, the ranks with the least progress.
+    They are the stopped ranks or, if no rank is stopped, the ranks with the least progress in the
+    step.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
@@ -234,7 +246,10 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if several ranks are all silent in the same, known part of a step."""
+    """True if there are several ranks and all are silent in the same, known part of a step.
+
+    `holding` are the silent ranks that the others wait for.
+    """
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
 
@@ -249,8 +264,8 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
     """Return a silent rank as a cause.
 
-    `waits` is True if other ranks have progressed further in the step, `unknown` if the progress of
-    some ranks is unknown.
+    `waits` is True if other silent ranks are further in the step, so that they wait for this one.
+    `unknown` is True if the progress of some ranks is unknown.
     """
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
@@ -274,15 +289,15 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of cause for what a silent rank is doing."""
+    """Return the kind of the cause for the part of the step in which a rank is silent."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress in its step.
+    """Return a rank's progress as a sort key: its batch, and its part of the step.
 
-    A batch may be requested before or after the work between steps, so both count the same.
+    A batch may be requested before or after the work between steps, so both parts count the same.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
@@ -300,7 +315,10 @@ _WHAT = {  # what takes time in a step: on all ranks, or on one
 def _describe_limit(
     limit: TrainingLimit, judged: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Return a limit as a cause with its description."""
+    """Return a limit of the training as a cause with its description.
+
+    If the limit concerns one rank, the description says whether the other ranks wait for it.
+    """
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
     waited_s, own_s = 0.0, 0.0
@@ -317,9 +335,10 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Return a limit as a sentence without its end.
+    """Return a limit as a sentence without the full stop.
 
-    The other ranks wait up to `waited_s` seconds for the rank that the sentence names.
+    `named` has the row of the rank that the limit concerns, if it is one rank. The other ranks wait
+    up to `waited_s` seconds for that rank.
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

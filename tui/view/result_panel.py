@@ -1,4 +1,4 @@
-"""The result panel of a search: what it found, its gains as bars, and what to do next."""
+"""The panel with the result of a search: what it found, the gains as bars, and the next steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAN_NAME = "this plan"
 
 
 class KeyHint(NamedTuple):
-    """A key that works now, and what it does."""
+    """A key that works now, and what it does (`words`)."""
 
     key: str
     words: str
@@ -51,9 +51,10 @@ class KeyHint(NamedTuple):
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """Return the verdict in at most `height` rows, with the keys in the last row.
+    """Return a finished search's verdict in at most `height` lines, with the keys in the last line.
 
-    Text that doesn't fit is left for the page that Enter opens; the last row of text says so.
+    If not everything fits, the line above the keys says that Enter opens the whole text. Before the
+    end of the search, return no lines.
     """
     finished = state.finished
     if finished is None:
@@ -69,12 +70,12 @@ def result_lines(
 
 
 def count_rows(state: SessionState, width: int) -> int:
-    """Return the number of rows that the whole panel needs."""
+    """Return the number of lines that the whole panel needs at this width."""
     return len(result_lines(state, width, 999, ()))
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Return the shares of a layout over several devices as one bar, with each device's rows."""
+    """Return the shares as one bar with a legend; empty for a layout on one device."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -82,9 +83,9 @@ def _shares(state: SessionState, width: int) -> list[Line]:
 
 
 def gain_bars(state: SessionState, width: int) -> list[Line]:
-    """Return a bar of samples/s for the plan and for each layout it is compared with.
+    """Return a bar of samples/s for the plan and for each of its rivals.
 
-    Each bar has the plan's gain over that layout.
+    A rival's bar is followed by the plan's gain over the rival.
     """
     shown = [each for each in rivals(state) if each.kind != "sum"]
     if not shown:
@@ -114,13 +115,16 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a thick bar that leaves a gap to the bar above it."""
+    """Return a bar filled to the fraction `part`, lower than a cell so that bars don't touch.
+
+    The bar of the plan (`first`) is coloured, other bars are dim.
+    """
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
-    """Return the doubts and the plan's other warnings, then the remarks, each on a few rows."""
+    """Return the verdict's doubts, the plan's other warnings, and the verdict's remarks."""
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
@@ -135,9 +139,9 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return the keys with their labels. A click on a key presses it.
+    """Return the keys with their labels in one line. A click on a key presses the key.
 
-    The last keys are left out if they don't fit.
+    Keys that don't fit in `width` are left out, beginning with the last.
     """
     spans: list[Span] = []
     for hint in keys:
@@ -153,10 +157,10 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a search as a page.
+    """Return all results of a search as a page: the verdict, the tables, and every measurement.
 
-    They are the verdict, the next steps, the tables, and every measurement. `path` is the plan's
-    file if it was written.
+    `path` is the file to which the plan was written, or "". Before the end of the search, return no
+    lines.
     """
     finished = state.finished
     if finished is None:
@@ -189,9 +193,9 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the verdict's gains, its doubts, the plan's other warnings and the remarks.
+    """Return the verdict's gains, its doubts, the plan's other warnings, and the verdict's remarks.
 
-    Return nothing for a run that stored only the text of its verdict.
+    Return an empty list for a run by an older version, which stored only the text of its verdict.
     """
     written = _written(finished)
     if written is None:

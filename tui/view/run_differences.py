@@ -1,4 +1,4 @@
-"""Compares two runs: what differs between their plans, and whether the runs are comparable."""
+"""Compares two runs: how their plans differ, and whether the runs are comparable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_CELLS = 44  # most cells of a value, so that compared values are close toge
 
 
 class ComparedFact(NamedTuple):
-    """One fact of both runs, and the difference if it can be computed."""
+    """One fact of both runs, such as their global batch, and its change if it can be computed."""
 
     name: str
     before: str
@@ -30,14 +30,14 @@ class ComparedFact(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """True if the two values differ."""
+        """True if the two runs have different values."""
         return self.before != self.after
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the facts of both runs side by side.
+    """Return the facts of both runs side by side, including those that are equal.
 
-    Facts of the plans are included only if both runs have a plan.
+    Facts about the plans are left out unless both runs have a plan.
     """
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
@@ -98,10 +98,10 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return the samples/s and every fact that differs, a row each.
+    """Return the samples/s and every fact that differs, a line each.
 
-    A row has the first run's value, the second run's value, and the change. A warning comes first
-    if workload or devices differ.
+    A line has the value of run `one`, that of run `other`, and the change. If the runs' workloads
+    or devices differ, a warning precedes them.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
@@ -116,7 +116,7 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
 
 
 def _heading(one: str, other: str, cells: int) -> Line:
-    """Return the heading line with the runs' names above their values."""
+    """Return the heading: the names of the runs above their values, in columns of `cells` cells."""
     runs = " ".join(fit(plain(run), cells) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
@@ -133,10 +133,9 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return a text that fits in `cells` unchanged.
+    """Return `text` if it fits in `cells`, else its part after the last slash.
 
-    Of a longer text, return the part behind the last slash, because a file's name tells more than
-    its folders.
+    The name of a file is more informative than its directories.
     """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Past runs as rows, and a run's plan as lines, narrow enough to be shown next to another plan."""
+"""Past runs as table rows, and a run's plan as lines that also fit next to another run's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the workload without a file's folders, or why the run can't be read.
+    """Draw the workload without a file's directories, or why the run can't be read.
 
-    A mark in front, which is never cut off, shows that the run used simulated devices.
+    A mark before it, which is never cut off, shows that the run used simulated devices.
     """
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -71,7 +71,7 @@ def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def run_search_text(summary: RunSummary) -> str:
-    """Return the text of a run that a filter searches."""
+    """Return the text of a run in which the filter searches."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
 
@@ -130,19 +130,23 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the state of a session at the end of a run, without its measurements."""
+    """Return the state of the session at the end of a run, without its measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return the state of a session at the end of a run, with all measurements of the run."""
+    """Return the state of the session at the end of a run, with all its measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a search. A run without a plan gives its state and its measurements."""
+    """Return all results of a run as a page of lines.
+
+    `path` is the file to which the plan was written, or "". For an unfinished run, the page has its
+    state and its measurements.
+    """
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
@@ -164,10 +168,10 @@ def _state_text(run: StoredRun) -> str:
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return a run's plan: shares, rivals, verdict and warnings.
+    """Return a run's plan in about `height` lines: shares, rivals, verdict and warnings.
 
-    Rivals have bars if `height` allows. Measurements are listed below if there is room. A run that
-    hasn't ended gives its name and state.
+    If `height` allows it, rivals have bars of their own, and the newest measurements are listed at
+    the end. For a run that hasn't ended, return only its name, workload and state.
     """
     name = f" {plain(run.header.run)} "
     title = line(
@@ -202,9 +206,10 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return the newest measurements of a run, for the rows that its plan leaves free.
+    """Return the newest measurements of a run as a table of `height` lines.
 
-    Return nothing if there are too few rows.
+    These are the lines that the plan leaves free. Return an empty tuple if there are fewer than
+    `LEAST_MEASUREMENTS`.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

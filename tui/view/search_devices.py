@@ -1,7 +1,7 @@
-"""The Balance screen's device rows.
+"""The rows of devices on the Balance screen.
 
-They show what runs on each device, its readings, its best solo throughput, and the largest batch
-that fits in memory.
+A row shows what runs on a device, its readings, its best solo throughput, and the largest batch
+that fits in its memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
 class SearchDeviceRow:
-    """A device's row: its state, its name, and its newest sample if there is one."""
+    """A device's row: the search's state, the device's index, and its newest sample.
+
+    `sample` is None in a replay. `running` is the device's running probe, or None.
+    """
 
     def __init__(
         self, state: SessionState, device: int, sample: DeviceSample | None = None
@@ -62,7 +65,7 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 def _shows_probes(row: SearchDeviceRow) -> bool:
     """True while the search runs, and after it failed.
 
-    A finished search has no running probe, so its columns are hidden.
+    It decides whether the columns of running probes are shown, because a finished search has none.
     """
     return bool(row.state.fault) or not row.state.ended
 
@@ -84,9 +87,10 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return the Monitor screen's column for the same metric.
+    """Return the column of the Monitor screen with this key, in other widths.
 
-    It is hidden in a replay, which has no samples.
+    `needs` is the table's width in cells below which the column is hidden. It is also hidden in a
+    replay, which has no samples.
     """
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -134,9 +138,9 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's best solo throughput.
+    """Draw a device's best solo throughput and the batch size at which it was measured.
 
-    If there is room, draw a bar that is scaled to the fastest device.
+    If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
     """
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -154,7 +158,7 @@ def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """Return a device's best solo throughput, and the batch size that reaches it."""
+    """Return a device's best solo throughput, and the batch size at which it was measured."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -165,9 +169,9 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
-    The largest has a ~ if it is predicted. Neither is ever truncated. If the chosen layout splits
-    the device's share into several passes, the share and the number of passes are drawn too if they
-    fit.
+    A predicted batch size is preceded by ~. The numbers are never truncated. If the chosen layout
+    splits the device's share into several passes, the share and the number of passes are drawn too
+    if they fit.
     """
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)
@@ -179,7 +183,10 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(row: SearchDeviceRow) -> str:
-    """Return the largest batch that fits in memory, with ~ if it is predicted; empty if unknown."""
+    """Return the largest batch that fits in memory; "" if it is unknown.
+
+    A predicted batch size is preceded by ~.
+    """
     ran = largest_run(row.state, row.device)
     curves = row.state.belief.curves if row.state.belief else ()
     sketch = next((each for each in curves if each.device == row.device), None)
@@ -190,9 +197,10 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
-    """Return texts for the largest batch that fits and the smallest that ran out of memory.
+    """Return texts of different lengths for the memory column, the longest first.
 
-    The longest text comes first.
+    `largest` is the largest batch that fits, as text, and `wall` the smallest that ran out of
+    memory, or None.
     """
     if wall is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
@@ -222,9 +230,9 @@ SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
 def search_device_rows(
     state: SessionState, samples: Sequence[DeviceSample | None] = ()
 ) -> list[SearchDeviceRow]:
-    """Return a row for each device.
+    """Return a row for each device of the search.
 
-    `samples` has the newest sample of each device. It is empty in a replay.
+    `samples` has the newest sample of each device, in order; it is empty in a replay.
     """
     return [
         SearchDeviceRow(state, device, *samples[device : device + 1])

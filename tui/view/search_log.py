@@ -1,4 +1,4 @@
-"""The log of a search as text: a row for each measurement, and all details of one measurement."""
+"""The log of a search: a table row for each measurement, and all details of one measurement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement, and what is new in it compared with the measurements before it."""
+    """A measurement, and what is new in it (`news`) compared with the earlier measurements."""
 
     number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
@@ -47,7 +47,10 @@ class LogRow(msgspec.Struct, frozen=True):
 
 
 def log_rows(state: SessionState) -> list[LogRow]:
-    """Return a row for each stored measurement, the newest first."""
+    """Return a row for each stored measurement, the newest first.
+
+    If the state holds only the newest measurements, their numbers still count all of them.
+    """
     first = state.probes - len(state.seen) + 1
     fastest, alone = 0.0, dict[int, dict[int, float]]()
     rows: list[LogRow] = []
@@ -67,10 +70,11 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the doubts about a measurement or, if there are none, what is new in it.
+    """Return the doubts about a measurement or, if there are none, what is new in it; else "".
 
-    For one device, that is the gain over the next smaller batch that it measured. For several
-    devices, it is that no measurement was faster so far. Otherwise return an empty string.
+    For one device, the news is the gain over the next smaller batch that was measured on the device
+    (`alone`). For several devices, it is that the measurement is faster than `fastest`, the highest
+    samples/s before.
     """
     if not isinstance(seen, Timed):
         return ""
@@ -156,7 +160,7 @@ LOG: Grid[LogRow] = Grid(
 
 
 def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
-    """Return all details of one measurement."""
+    """Return all details of one measurement as lines."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
     head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"
@@ -189,7 +193,10 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
 
 
 def _device_line(row: LogRow, place: int) -> Line:
-    """Return a device's rows, its compute time (own work) in a step, and its peak memory."""
+    """Return a device's rows, its compute time (own work) in a step, and its peak memory.
+
+    `place` is the device's index.
+    """
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[place])}  ", "strong"),

@@ -1,7 +1,7 @@
-"""Describes a running search.
+"""Describes a running search in a few lines and a chart.
 
-It says in which phase the search is, what is being measured and why, and shows the best throughput
-so far over time.
+The lines have the search's phase, what is being measured and why. The chart shows the best
+throughput over time.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ BETWEEN_CELLS = 3  # of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:
-    """Return the phase to which a probe of this stage belongs."""
+    """Return the phase to which a probe of this stage belongs.
+
+    A phase comprises one or several stages.
+    """
     return _PHASE_OF[stage]
 
 
 def current_phase(state: SessionState) -> Phase:
-    """Return the phase of the running measurement, else of the last measurement."""
+    """Return the phase of the running probe, or of the last measurement if no probe is running."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
 
 
 class BestPoint(NamedTuple):
-    """The highest samples/s of any layout up to a time.
+    """The best throughput of any layout up to a point in time.
 
-    `together` is True if the layout has several devices.
+    `at_seconds` is on the search's clock. `together` is True if the layout has several devices.
     """
 
     at_seconds: float
@@ -60,7 +63,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """Return a point for each measurement that was faster than all earlier measurements."""
+    """Return a point for each measurement that is faster than all earlier measurements."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -74,7 +77,7 @@ def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
 
 
 def name_layout(layout: Layout, labels: Sequence[str]) -> str:
-    """Return a layout as part of a sentence: 820 + 568 rows on GPU:0 + GPU:1."""
+    """Return a layout as part of a sentence, such as 820 + 568 rows on GPU:0 + GPU:1."""
     active = layout.active
     if not layout.traits.by_shares and not layout.traits.alone:
         return f"{layout.kind} on {_name_devices(active, labels)}"
@@ -91,9 +94,9 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the phases with the remaining time, then what is being measured and why.
+    """Return lines on a running search: its phases, the remaining time, what is measured and why.
 
-    If the search failed, return its error instead.
+    If the search is stopping or paused, say so instead. If it failed, return only its error.
     """
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
@@ -110,7 +113,7 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def _pause_text(state: SessionState) -> str:
     """Return the text for a paused search.
 
-    As long as a probe runs, the text has the devices that must finish it first.
+    While a probe is still running, the text names the devices that must finish it first.
     """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
@@ -122,7 +125,7 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Return which layouts are being measured, and the phase that has lasted longest."""
+    """Return which layouts are being measured, and the longest phase of their probes."""
     if not state.running:
         return "the next measurement is being chosen."
     names = [name_layout(each.probe.layout, state.devices) for each in state.running]
@@ -134,7 +137,7 @@ def _running_text(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """Return the phases, each with a mark, and the remaining time at the right end."""
+    """Return the phases, each with its mark, and the remaining time at the right end."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -150,9 +153,9 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return each phase's mark: done, running, or still to come.
+    """Return the mark and tone of each phase: done, running, or still to come.
 
-    Phases that a search on one device doesn't have are left out.
+    A search on one device has no splits, so that phase is left out.
     """
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -168,7 +171,10 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """Return the remaining budget, with a bar if there is room."""
+    """Return the remaining budget, with a bar of the used budget if there is room.
+
+    Without a time limit, return the time used.
+    """
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)
@@ -182,9 +188,9 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_text(state: SessionState) -> str:
-    """Return the fastest measurement so far as a short text.
+    """Return the throughput of the fastest measurement as a short text; "" before the first one.
 
-    Before a split was measured, that is the fastest device alone.
+    Before a split was measured, it is marked as the fastest alone.
     """
     points = best_over_time(state)
     if not points:
@@ -194,9 +200,9 @@ def best_text(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """Return the chart of the best throughput so far over time, as steps.
+    """Return the chart of the best throughput over time, as a step function.
 
-    The first steps are of devices alone, the later steps of splits.
+    The solo measurements are one series, the measurements of splits another.
     """
     points = best_over_time(state)
     alone = [each for each in points if not each.together]
@@ -222,7 +228,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """Return a series with a step at each point, up to the time `end`."""
+    """Return a series that is a step function: a step at each point, up to the time `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end
@@ -238,6 +244,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the text shown when the cursor is at a point of the best-throughput line."""
+    """Return the text that is shown when the chart's cursor is at this point."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -1,4 +1,4 @@
-"""The shares of a training over time: a lane for each device, and the numbered changes."""
+"""The shares of a training over time: a lane for each rank, and the numbers of the changes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Return each rank's rows per step over time, with the numbers of the changes below.
+    """Return each rank's rows per step over time, and below them the number of each change.
 
-    The time begins some time before the first change and ends now. Return nothing if the shares
-    haven't changed, or if the ranks aren't the ones whose shares changed.
+    The time axis begins shortly before the first change and ends at `at_seconds`, now. Return an
+    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there is
+    no room.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -49,9 +50,9 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw a lane for each of the first ranks.
+    """Draw a lane of `room` cells for each rank of `rows`.
 
-    `ends` are the cells in which the shares changed.
+    `ends` has the cell of each change, in which the previous shares end.
     """
     most = max(max(*each.before, *each.after) for each in changes)
     for rank, row in enumerate(rows):
@@ -61,7 +62,11 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return a row with the number of each change at its cell."""
+    """Return a line of `room` cells in which each change's number begins at the cell of the change.
+
+    `ends` has these cells, in order of time. Numbers begin at 1; the training's sentences about its
+    changes use the same numbers.
+    """
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
         for sign, where in zip(str(number), range(place, room), strict=False):
@@ -72,7 +77,10 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 def _cell_of_change(
     change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
 ) -> int:
-    """Return the cell in which a change happened."""
+    """Return the cell in which a change is drawn; `room` is the number of cells of the time axis.
+
+    `every` has all changes, and `at_seconds` is now, the right end of the axis.
+    """
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
     part = MARGIN + (change.at - first) / whole
@@ -82,10 +90,10 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw the height of a share in each cell.
+    """Draw one rank's share in each cell as a bar whose height is proportional to the share.
 
-    The heights are from 0 to `most`, the largest share of all devices. Each share begins with its
-    number if there is room.
+    `most` is the largest share of all ranks, at full height. `shares` has one share more than there
+    are changes; each begins with its number if there is room.
     """
     starts = [0, *ends]
     behind = [*ends, room]

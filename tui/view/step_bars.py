@@ -1,6 +1,7 @@
-"""Draws the steps of a training in their five parts.
+"""Draws the steps of a training in five parts: input, own work, waiting, exchange, between steps.
 
-It draws bars of mean steps, the last steps as lanes, and the legend.
+There are bars of mean steps, lanes of the last steps, and the legend. Own work is compute time;
+exchange is the communication of gradients.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The style of a part of a step.
+    """The name, tone and sign of a part of a step.
 
-    The fillings differ too, for terminals without colours and for ASCII.
+    Signs differ too, so that the parts are distinct without colours and in ASCII.
     """
 
     name: str
@@ -40,9 +41,9 @@ LEAST_WITH_GAP = 4  # cells of a step in a lane from which on its last cell is b
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return what the colours and fillings mean, with as long names as fit.
+    """Return the legend of the parts' signs, with the names shortened if necessary.
 
-    The legend has no colours if the training has ended, like the bars above it.
+    If the training has ended, the legend has no colours, like the bars above it.
     """
     spans: list[Span] = []
     for part in PARTS:
@@ -59,15 +60,18 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a mean step as a bar of its parts. `width` cells are `longest_s` seconds.
+    """Return a mean step as a bar of its parts; the full `width` stands for `longest_s` seconds.
 
-    Compute time (own work) has at least one cell, unless it is 0.
+    Compute time (own work) has at least one cell unless it is 0.
     """
     return _stack_parts(tuple(step), longest_s, width)
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return the parts one after the other, each with its number of cells, without empty parts."""
+    """Return the parts one after the other, padded to `width` cells.
+
+    Parts of 0 cells are left out. The full width stands for `longest_s` seconds.
+    """
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -80,9 +84,9 @@ def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tupl
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return the number of cells of each part.
+    """Return the number of cells of each part; `width` cells stand for `longest_s` seconds.
 
-    Compute time (own work) has at least one cell, unless it is 0.
+    Compute time (own work) has at least one cell unless it is 0.
     """
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
@@ -97,17 +101,21 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give a part one cell, taken from the widest part if no cell is free."""
+    """Give the part at index `place` one cell; if none is free, take it from the widest part.
+
+    `counts` is changed in place.
+    """
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """Return the last steps of each rank from left to right, on one time scale.
+    """Return the last steps of each rank as a lane, with all lanes on one time scale.
 
-    Return nothing if no rank reports its steps. All ranks begin with the same step if their reports
-    have enough steps in common, and each step begins at the end of the previous step.
+    The lanes begin with the same step if the ranks' reports have enough steps in common. Within a
+    lane, each step begins where the previous one ends. Return an empty tuple if no rank reports its
+    steps.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -133,7 +141,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
     """Return at most `most` steps of each rank, and a text that says which steps they are.
 
-    They are the same steps if the reports have enough in common, and else each rank's last steps.
+    They are the same steps for all ranks if the reports have enough in common, else each rank's
+    last steps.
     """
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
@@ -156,10 +165,10 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw some steps over `width` cells, which are `span_s` seconds.
+    """Draw the steps of one rank over `width` cells, which stand for `span_s` seconds.
 
-    Each step is drawn in its parts, with a blank behind each step of at least `LEAST_WITH_GAP`
-    cells.
+    Each step is drawn in its parts; `exchange_s` is the mean time of the exchange. A step of at
+    least `LEAST_WITH_GAP` cells is followed by a blank.
     """
     if span_s <= 0:
         return [Span(" " * width)]
@@ -176,7 +185,11 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return the seconds of a step's parts in the order of `PARTS`."""
+    """Return the seconds of a step's parts in the order of `PARTS`.
+
+    A step reports waiting and exchange as one time (`meeting_s`); `exchange_s` is subtracted from
+    it.
+    """
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s
     return step.input_s, step.own_work_s, waiting_s, exchange_s, step.between_s

@@ -1,6 +1,6 @@
 """Tables whose columns grow with the terminal.
 
-A narrow table has the same columns, only narrower.
+In a narrow terminal, columns are narrower, and those that need more cells are hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ ROWS_OF_NOTHING = 3  # for the message of a whole table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column of a table. `draw` returns the cell for a row, in at most the given width."""
+    """A column of a table.
+
+    `draw` returns the cell for a row as spans, in at most the given width.
+    """
 
     key: str
     titles: tuple[str, ...]  # titles by length: the longest that fits is shown
@@ -44,10 +47,10 @@ TAG: Column[Any] = Column(
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table.
+    """The columns of a table, and how its rows are drawn.
 
-    `draw` replaces the usual drawing of a row; its arguments are the row, the widths of the
-    columns, the width of the table, and whether the cursor is on the row.
+    `draw` replaces the usual drawing of a row (`table_row`). Its arguments are the row, the widths
+    of the columns by key, the width of the table, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -55,12 +58,12 @@ class Grid(NamedTuple, Generic[RowT]):
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Return the width of each column that is drawn in `width` cells, which include the
-        cursor's sign and a blank between columns.
+        """Return the width in cells of each column that is drawn, by the column's key.
 
+        `width` is the table's width, which includes the cursor's sign and a blank between columns.
         Columns start at their smallest widths. From left to right, each column takes its second
-        width if it fits, then its third, and so on; the remaining cells go to the columns with a
-        limit, from right to left.
+        width if it fits, then its third, and so on. The remaining cells go to the columns that may
+        grow further (`most`), from right to left.
         """
         columns = [
             column
@@ -86,7 +89,10 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The order of the rows. A click on a title sorts by that column."""
+    """The order of the rows: the key of the column by which they are sorted, and the direction.
+
+    An empty key leaves the rows unsorted.
+    """
 
     key: str = ""
     descending: bool = True
@@ -96,14 +102,15 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """Return the keys of the columns that rows can be sorted by."""
+    """Return the keys of the columns by which rows can be sorted."""
     return tuple(column.key for column in columns if column.value is not None)
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """Return the order after the user has chosen a column.
+    """Return the order after the user has chosen the column `key` to sort by.
 
-    Numbers begin with the largest. Choosing the same column again reverses the order.
+    Right-aligned columns, which hold numbers, begin with the largest value. Choosing the column of
+    `before` again reverses its order.
     """
     by_number = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else by_number)
@@ -112,7 +119,10 @@ def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Or
 def sort_rows(
     columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order
 ) -> tuple[RowT, ...]:
-    """Return the rows sorted by the order's column; the sort is stable."""
+    """Return the rows sorted by the order's column; unsorted if there is no such column.
+
+    Rows with equal values keep their order.
+    """
     value = next((column.value for column in columns if column.key == order.key), None)
     return (
         tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
@@ -120,12 +130,12 @@ def sort_rows(
 
 
 def matches(text: str, words: str) -> bool:
-    """True if the text contains every word, ignoring case."""
+    """True if `text` contains every word of `words`, ignoring case."""
     return all(word in text.lower() for word in words.lower().split())
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """Return a column's `draw` function for plain text, truncated to the width."""
+    """Return a column's `draw` function for plain text, truncated to the column's width."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
@@ -140,9 +150,9 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the line of titles.
+    """Return the line of titles. A click on a title sorts by its column.
 
-    `more` is written at the right end of `width` cells, over the last titles.
+    `more` is written at the right end of the line, over the last titles.
     """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -167,9 +177,10 @@ def _heading(
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
 ) -> Line:
-    """Return a row of a table.
+    """Return a row of a table as a line.
 
-    A sign in front marks the cursor, so that it is visible without colour.
+    A sign at its beginning marks the row under the cursor, so that the cursor is visible without
+    colour.
     """
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
@@ -180,9 +191,10 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the index of the first of `count` rows to show.
+    """Return the index of the first row to show of a list of `count` rows.
 
-    The cursor is visible in `height` rows, and the list scrolls as little as possible.
+    `top` is the first row shown now. The list scrolls as little as possible to make the row at
+    `cursor` visible in `height` lines.
     """
     if height <= 0 or count <= height:
         return 0
@@ -191,9 +203,9 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """The position in a list.
+    """The position in a list: the row under the cursor, and the first visible row.
 
-    It has the row under the cursor, the first visible row, and whether the cursor is drawn.
+    The cursor is drawn only if `active` is True.
     """
 
     cursor: int = 0
@@ -213,10 +225,11 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """Return the heading and the rows that fit below it, and the first visible row's index.
+    """Return the heading and the rows that fit below it, and the index of the first visible row.
 
-    The rows are scrolled to the cursor. The heading ends with `note` and the number of rows above
-    and below the visible rows.
+    The rows are scrolled so that the row under the cursor is visible. The heading ends with `note`
+    and the numbers of rows above and below the visible ones. A table without rows shows the grid's
+    message.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)
@@ -237,7 +250,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """Yield the number of rows above and below the visible rows."""
+    """Yield the numbers of hidden rows above and below the visible ones, each with an arrow."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:
@@ -251,5 +264,5 @@ def _nothing_lines(nothing: str | Lesson, width: int, height: int) -> tuple[Line
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
-    """Return the heading and every row, or the grid's whole message for an empty table."""
+    """Return the heading and every row; for an empty table, the heading and the grid's message."""
     return table_lines(grid, rows, width, 1 + (len(rows) or ROWS_OF_NOTHING))[0]

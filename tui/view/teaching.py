@@ -1,4 +1,4 @@
-"""The contents of an empty list: a message that it is empty, and how to begin."""
+"""The contents of an empty list: a message that says so, and ways to begin."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A way to begin: a key or a command, and what it does.
+    """A way to begin: a key or a command (`does`), and a description (`words`).
 
-    `action` is Textual's action for a click.
+    `action` is the Textual action that a click runs, or "".
     """
 
     does: str
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What is missing, and the ways to create it."""
+    """The message of an empty list (`nothing`), and ways to fill the list."""
 
     nothing: str
     steps: tuple[Step, ...] = ()
@@ -60,9 +60,9 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """Return what a search will do, in the rows that a form leaves free.
+    """Return an explanation of what a search does, for the lines that the form leaves free.
 
-    Return nothing if they are too few.
+    Return an empty tuple if `height` is too small for it.
     """
     rows = [line(Span(" What a search does", "title"))]
     for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
@@ -75,9 +75,9 @@ def search_lesson(width: int, height: int) -> tuple[Line, ...]:
 
 
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return a centred block with a row for each step.
+    """Return a lesson as a centred block: the message, then a line for each step.
 
-    If the block doesn't fit, return as many whole sentences as fit.
+    If the block doesn't fit, return the lesson as text, with as many whole steps as fit.
     """
     block = _block(lesson.steps)
     widest = max((cells(each.text) for each in block), default=0)
@@ -101,7 +101,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return what is missing, then as many of the steps as fit."""
+    """Return the lesson as text: the message, then as many whole steps as fit."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

@@ -1,7 +1,8 @@
 """A graph over time in braille: the newest ticks as columns of dots, with the time axis below.
 
-A cell has two columns of dots; a column of dots is one tick, or several. Cells are aligned to fixed
-ticks, so that a graph scrolls by whole cells and doesn't flicker.
+A tick is one sampling of all devices. A terminal cell has two columns of dots; a column shows one
+or several ticks, or a tick takes several columns. Cells are aligned to fixed ticks, so that a graph
+scrolls by whole cells and doesn't flicker.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """The readings of the last ticks, which a sampler stores."""
+    """The readings of the last ticks, as a sampler stores them."""
 
     @property
     def ticks(self) -> int:
         """The number of ticks since the start."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """Return a device's values of a metric, the oldest first."""
+        """Return the values of a metric at up to `newest` ticks, the oldest first.
+
+        `key` is that of a device or a training. A value is None at a tick without one.
+        """
 
     def times(self, newest: int) -> tuple[float, ...]:
-        """Return the times of the newest ticks, the oldest first."""
+        """Return the Unix times of up to `newest` ticks, the oldest first."""
 
 
 class TickWindow(NamedTuple):
     """The ticks that graphs of `width` cells show.
 
     The last cell is the newest, and may be half full. Only complete columns of dots are drawn, so
-    that drawn columns never change.
+    that a drawn column never changes.
     """
 
     width: int
@@ -49,17 +53,17 @@ class TickWindow(NamedTuple):
 
     @property
     def last_cell(self) -> int:
-        """The number of the newest cell, counted from the start."""
+        """The index of the newest cell, counted from the first tick."""
         return max(0, self.ticks * self.stretch // self.per_dot - 1) // 2
 
     @property
     def first_cell(self) -> int:
-        """The number of the leftmost cell; cells with a negative number are empty."""
+        """The index of the leftmost cell; cells with a negative index are empty."""
         return self.last_cell - self.width + 1
 
     @property
     def newest(self) -> int:
-        """The number of newest ticks that are shown."""
+        """How many ticks are shown, counted back from the newest."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
@@ -70,9 +74,11 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the value of each column of dots: the mean of its ticks.
+        """Return the value of each column of dots: the mean of its ticks; None if no value is
+        known.
 
-        It is None for a column without values.
+        `values` has the last value of each tick, the oldest first; missing older values count as
+        None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -86,29 +92,30 @@ class TickWindow(NamedTuple):
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values, None if there are none."""
+    """Return the mean of the known values; None if no value is known."""
     known = [number for number in values if number is not None]
     return sum(known) / len(known) if known else None
 
 
 def nearest_span(seconds: float) -> float:
-    """Return the item of `SPANS` that is nearest to this number of seconds."""
+    """Return the number of seconds in `SPANS` that is nearest to `seconds`."""
     return min(SPANS, key=lambda span: abs(span - seconds))
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return how many ticks a column of dots must have.
+    """Return the number of ticks per column of dots that shows `span_seconds` in `width` cells.
 
-    `width` cells then show at least `span_seconds`.
+    `interval_seconds` is the time between two ticks.
     """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the scale for a history that is too short to fill `width` cells.
+    """Return the scale for a history of `ticks` that may be too short to fill `width` cells.
 
-    The scale is the ticks per column of dots and the columns of dots per tick. The history fills
-    about half of the cells, and the scale changes in few steps as it grows.
+    The scale is (ticks per column of dots, columns of dots per tick); `per_dot` is the first number
+    for a full history. A short history is stretched to about half of the cells, and the scale
+    changes in few steps while the history grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
@@ -125,7 +132,8 @@ def draw_columns(
 ) -> tuple[str, ...]:
     """Return the rows of a graph from the top down, filled from below up to each value.
 
-    A known value has at least one dot.
+    `dots` has the value of each column of dots, between `low` and `top`. A known value has at least
+    one dot.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
@@ -137,7 +145,7 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots. A known value has at least one dot."""
+    """Return the height of a value in dots, from 1 to `most`."""
     return max(1, min(most, round(number * scale)))
 
 
@@ -145,8 +153,8 @@ def _count(number: float, scale: float, most: int) -> int:
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
     """Return the braille characters of one column of cells, from the top down.
 
-    `left` and `right` are the heights, in dots, of the two columns of dots in these cells. A cell
-    without dots is a space.
+    `left` and `right` are the heights, in dots, of the cells' two columns of dots. A cell without
+    dots is a space.
     """
     signs = []
     for row in range(rows - 1, -1, -1):
@@ -156,10 +164,10 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return the tone of a row of a graph, which is brighter towards the top.
+    """Return the tone for a row of a graph; rows are darker towards the bottom.
 
-    `height` is the row's upper end, 1 at the top of the graph. `tone` must be a tone that has
-    shades.
+    `height` is the row's upper edge, from 0 at the bottom to 1 at the top of the graph. `tone` must
+    be a tone that has shades.
     """
     if height > 2 / 3:
         return tone
@@ -168,7 +176,10 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """Return the time of the first tick of a cell."""
+    """Return the time of the first tick in a cell; None if the cell has no tick.
+
+    `times` has the times of the shown ticks, and `column` is the cell's position from the left.
+    """
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:
@@ -177,9 +188,10 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Return the time axis.
+    """Return the time axis in `width` cells, with "now" at its right end.
 
-    It has "now" at the right end, and round times before now ("30 s", "2 min"), each at its cell.
+    It has labels at round distances from now, such as "30 s" or "2 min". `times` has the times of
+    the shown ticks.
     """
     signs = list("─" * width)
     signs[-4:] = " now"

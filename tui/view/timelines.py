@@ -1,6 +1,6 @@
-"""Graphs over time: a row for each device and a column for each metric.
+"""Graphs over time: a row of graphs for each device, and a column for each metric.
 
-They share a time axis and one cursor.
+All graphs share a time axis and one cursor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ COLDEST = 20.0  # °C, the lower end of temperatures
 
 
 class GraphMetric(NamedTuple):
-    """A column of graphs: its reading, and the ends of its axis for a device."""
+    """A column of graphs: the field of a sample that it shows, and the range of its axis.
+
+    `top` returns the upper end of the axis for a device, and `low` is the lower end.
+    """
 
     title: str
     field: str
@@ -57,9 +60,10 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """The part of the past that is drawn.
+    """Which part of the past is drawn, and how.
 
-    `cursor` is the number of a cell, None without a cursor.
+    `per_dot` is the number of ticks of a column of dots. `cursor` is the index of a cell, counted
+    from the first tick; None without a cursor.
     """
 
     per_dot: int = 1
@@ -70,10 +74,11 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The arrangement of the graphs.
+    """The arrangement of the graphs on the screen.
 
-    It has the metrics side by side, the rows of each device, the cells of each graph, and the cells
-    of the label in front, which takes the remaining width.
+    `metrics` are the columns from left to right, and `devices` the rows from top to bottom. `rows`
+    has the height of each device's graphs in lines. The label takes the width that the graphs leave
+    free.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -83,7 +88,10 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell of a graph at a column of the terminal; None outside the graphs."""
+        """Return the cell of a graph at column `x` of the panel, counted from the graph's left end.
+
+        Return None outside the graphs.
+        """
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)
@@ -95,8 +103,8 @@ def place_graphs(
 ) -> GraphPlan | None:
     """Return the arrangement of graphs for `width` × `height` cells.
 
-    If not all devices fit, it has the ones around the chosen device. Return None if there is no
-    room, or if nothing was reported yet.
+    If not all devices fit, it has those around the device with the key `chosen`. Return None if
+    there is no room, or if no metric has been reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # heading and axis
@@ -116,7 +124,7 @@ def place_graphs(
 
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """True if a device reports a metric, or reported it in the stored ticks."""
+    """True if a device reports a metric now, or reported it in the stored ticks."""
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
         return True  # a metric without an upper end, such as samples/s, isn't drawn while it is 0
@@ -129,7 +137,7 @@ Histories = dict[tuple[str, str], tuple[float | None, ...]]  # by device and fie
 def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
-    """Return the heading, each device's graphs, and the time axis."""
+    """Return the lines of all graphs: the heading, each device's graphs, and the time axis."""
     window = TickWindow(plan.graph, view.per_dot, past.ticks, view.stretch)
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:
@@ -148,7 +156,10 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """Return the newest readings of all drawn devices and metrics."""
+    """Return the values of all drawn devices and metrics at the newest ticks.
+
+    `newest` is the number of ticks.
+    """
     histories: Histories = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -158,13 +169,13 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Yield lines that join blocks of equal height side by side."""
+    """Yield lines of `width` cells that show blocks of equal height side by side."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the top of the axis for each metric: the highest of all devices."""
+    """Return the upper end of each metric's axis that suits all devices: the highest of them."""
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -174,7 +185,10 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 
 
 def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
-    """Return the upper end of an axis."""
+    """Return the upper end of the axis for a device's metric.
+
+    If the metric doesn't define it, return a round number above all `values`.
+    """
     given = metric.top(sample)
     if given:
         return given
@@ -190,7 +204,10 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 
 
 def _label(sample: DeviceSample, rows: int, width: int, chosen: bool) -> list[tuple[Span, ...]]:
-    """Return the device's label in front of its graphs, in `rows` rows."""
+    """Return the lines in front of a device's graphs: its label, its product name, and blank lines.
+
+    If `chosen` is True, the cursor's sign precedes the label.
+    """
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
@@ -211,7 +228,10 @@ def _graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """Yield the rows of a graph with its gutter, from the top down."""
+    """Yield the lines of a graph with its gutter, from the top down.
+
+    `dots` has the value of each column of dots. `column` is the cell under the cursor, or None.
+    """
     gutter = _gutter(sample, metric, top, dots, rows, column)
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
@@ -227,9 +247,9 @@ def _graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a row, which is brighter towards the top.
+    """Return the tone of a row of a graph; `row` counts from the top, and higher rows are brighter.
 
-    For temperatures, return the tone of the temperature at that height.
+    In a graph of temperatures, a row in the range of warnings has the tone of its temperature.
     """
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -247,9 +267,10 @@ def _gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the ends of the axis and, between them, the newest value or the value at the cursor.
+    """Return the cells in front of each line of a graph: the ends of the axis, and a value.
 
-    In a high graph, also return the middle of the axis.
+    The value is the newest one or, if there is a cursor, the one at the cell `column`. A graph of
+    `MIDDLE_ROWS` lines or more also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:
@@ -275,7 +296,10 @@ def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
 def _axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
-    """Return the time axis below each column of graphs, with the time at the cursor."""
+    """Return the time axis below each column of graphs.
+
+    With a cursor at the cell `column`, it shows the time at the cursor instead of labels.
+    """
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
         each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)

@@ -1,7 +1,7 @@
-"""Graphs over time of a training.
+"""Graphs over time of one training.
 
-They are the samples/s of all its devices together next to the plan's, the samples/s and power of
-each device, and the noise scale of the gradient.
+They are the samples/s of all its devices together, with the plan's samples/s marked, the samples/s
+of each device, the power, and the noise scale of the gradient.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Values = tuple[float | None, ...]
 
 
 class Graph(NamedTuple):
-    """A graph: its caption, its newest value, its values and the top of its axis.
+    """A graph: its caption, its newest value as text, its values, and the upper end of its axis.
 
-    The oldest value comes first. A level such as the plan's may be marked; 0 marks none.
+    The oldest value comes first. `level` is a value to mark, such as the plan's samples/s; 0 marks
+    none.
     """
 
     caption: str
@@ -50,13 +51,13 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Reads the newest values of metrics, as many as a graph of this window shows."""
+    """Reads as many of the newest values of a metric as a graph of this window shows."""
 
     past: PastTicks
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the newest values of a metric of a device or of a training."""
+        """Return the newest values of a metric; `key` is that of a device or a training."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -68,10 +69,11 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """Return as many graphs of a training as fit in `size` (cells, rows).
+    """Return as many graphs of a training as fit in `size` (width in cells, height in lines).
 
-    Without graphs, return a message that says why there are none; return no lines if there is no
-    room. The graphs show at least `seconds`, of readings that are `interval_seconds` apart.
+    The graphs show at least the last `seconds`; readings are `interval_seconds` apart. `samples`
+    are the devices that the monitor sees. If they don't include any of the training's devices,
+    return a message instead. If there is no room, return an empty tuple.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -107,18 +109,19 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of columns of graphs.
+    """Return the largest number of graphs side by side that still show the history in detail.
 
-    Each tick must still have its own column of dots.
+    In detail means that each of `ticks` ticks has its own column of dots. The number is at most
+    `most`.
     """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns in which the graphs are high enough.
+    """Return the smallest number of columns, up to `most`, in which `count` graphs are high enough.
 
-    `count` graphs have `GOOD_HEIGHT` rows each. There are at most `most` columns.
+    High enough is `GOOD_HEIGHT` lines for each graph; `height` is the number of all lines.
     """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
@@ -130,10 +133,11 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of the graphs.
+    """Return the captions of at most `most` graphs.
 
-    The first is for all devices together, unless ranks are missing. Each device follows if there is
-    room for every caption, and then power and noise scale if they are known.
+    The first is for all devices together, unless ranks are missing. If there is room for all
+    graphs, the devices (the labels in `keys`) follow. The last are power and noise scale, if they
+    are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
@@ -145,7 +149,10 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return a graph for each caption. The graphs of single devices share a scale."""
+    """Return a graph for each caption; the graphs of single devices share a scale.
+
+    `keys` has the keys of the training's devices by label.
+    """
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -164,7 +171,7 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """Return the graph of all devices together, with the plan's samples/s marked."""
+    """Return the graph of all devices together, with the plan's samples/s marked as a level."""
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
@@ -186,7 +193,10 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Return rows of `columns` graphs that fill the height. Each graph is `width` cells wide."""
+    """Return the graphs in `columns` columns that fill `height` lines.
+
+    Each graph is `width` cells wide.
+    """
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):
@@ -202,7 +212,7 @@ def _draw_graphs(
 
 
 def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """Return a graph in exactly `height` rows: the caption, the columns, the time axis."""
+    """Return a graph in exactly `height` lines: caption, columns of dots, and time axis."""
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(one.values), 0.0, one.top, rows)
@@ -218,14 +228,14 @@ def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Spa
 
 
 def _caption(one: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption and the newest value, with the marked level at the right end."""
+    """Return the caption and the newest value, with the marked level's text at the right end."""
     head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
     words = Span(f"{Mark.TRACK} {one.level_text}" if one.level_text else "", "warn")
     return spread(head, (words,), width).spans if one.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a level's text in its row of the graph, and a dashed line where the graph is empty."""
+    """Draw the row of a graph that contains the marked level, with dashes in its empty cells."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -236,7 +246,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 def _add(histories: Sequence[Values]) -> Values:
     """Return the sum over all devices at each tick.
 
-    It is None at ticks at which any device has no value.
+    The sum is None at a tick at which any device has no value.
     """
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
@@ -248,5 +258,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest value of all histories; 0 if there is none."""
+    """Return the highest value of all histories; 0 if there are no values."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

@@ -1,6 +1,6 @@
-"""Trainings and their ranks as tables, and as sentences what slows a training down.
+"""Trainings and their ranks as tables, and sentences about a training.
 
-The sentences also give the training's metrics.
+The sentences give the training's metrics and say what slows it down.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graph
 
 
 class PanelRows(NamedTuple):
-    """The rows that a training's panels would fill, without frames.
+    """The number of lines that each panel of a training would fill, without its frame.
 
-    A panel with nothing to show has 0 rows.
+    A panel with nothing to show has 0 lines.
     """
 
     ranks: int = 0
@@ -50,12 +50,12 @@ class PanelRows(NamedTuple):
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
-    """Return each panel's height in rows, frame included.
+    """Return each panel's height in lines, frame included, by its CSS selector.
 
-    - The panels from the top: trainings, every rank, sentences, the last steps, the shares so far,
-      graphs.
-    - The trainings take about a quarter of `height`.
-    - Without a training, there is one panel, which says how to start a training.
+    `frame` is the number of lines that a frame takes, and `wanted` has the lines that the panels
+    would fill. The panels from the top are trainings, ranks, sentences, the last steps, the shares
+    over time, and graphs. The trainings take about a quarter of `height`. If there are no
+    trainings, one panel says how to start a training.
     """
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
@@ -100,7 +100,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes as text if they fit, and else each kind of cause once.
+    """Draw the causes as text if they fit, else only the kinds of causes.
 
     For an ended training, draw how long ago it ended.
     """
@@ -113,15 +113,14 @@ def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
-    """Return a `draw` function that puts a blank in front of the cell."""
+    """Return `draw` as a function that puts a blank before the cell."""
     return lambda row, width: (Span(" "), *draw(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload, or the framework if it has none.
+    """Return the name of the workload without a file's directories, or else the framework.
 
-    A file's folders are left out, because a narrow column would show only the beginning of its
-    path.
+    A narrow column would show only the beginning of a path.
     """
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -189,9 +188,9 @@ def _rank_value(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for a rank's value.
+    """Return a `draw` function for a rank's value `number(row)`, formatted by `words`.
 
-    It draws a dash if `there` returns 0. The value of a silent rank is drawn as stale.
+    It draws a dash if `there(row)` is 0. A silent rank's value is drawn as stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -216,17 +215,14 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Return the seconds of a part of a step as text.
-
-    Less than `LEAST_PART_S` is written as 0 ms.
-    """
+    """Return the duration of a part of a step as text; below `LEAST_PART_S` it is "0 ms"."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
     """Return the seconds of a step that a rank waits, without the exchange of gradients.
 
-    The bar shows the same value. If the parts of the rank's step are unknown, the exchange is
+    The rank's bar shows the same value. If the parts of its step are unknown, the exchange is
     included.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
@@ -244,7 +240,7 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
-    """Return the table of these ranks."""
+    """Return the table of a training's ranks, whose bars are scaled to the longest step."""
     longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(
@@ -278,9 +274,9 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Return a training's metrics next to its plan's, and what slows it down.
+    """Return lines about a training: its metrics next to its plan's, and what slows it down.
 
-    The lines also say what would fix that, and how the training's shares changed.
+    They also say what would make it faster, and how its shares changed. `at_seconds` is now.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -301,10 +297,10 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield what slows a training down, or did in its last steps.
+    """Yield lines on what slows a training down or, if it has ended, what did in its last steps.
 
-    For a training that is slower than its plan without a known cause, yield the causes that were
-    ruled out.
+    If the training is slower than its plan (`late`) without a known cause, yield the causes that
+    were ruled out.
     """
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
@@ -315,16 +311,16 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """Yield when the training ended, and its summary once it exists."""
+    """Yield when the training ended, and its summary if it has one already."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _exclude(row: TrainingRow) -> str:
-    """Return which causes were ruled out, and by which measurements.
+    """Return which causes were ruled out by which measurements.
 
-    The training is slower than its plan without a known cause.
+    It is for a training that is slower than its plan without a known cause.
     """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
@@ -345,9 +341,9 @@ def _exclude(row: TrainingRow) -> str:
 
 
 def _advise(row: TrainingRow) -> Iterator[str]:
-    """Yield the shares that would be faster, and whether the training adopts them by itself.
+    """Yield which shares would be faster, and whether the training will adopt them by itself.
 
-    After its end, yield why it didn't adopt them.
+    For an ended training, yield why it didn't adopt them. Yield nothing if no shares are faster.
     """
     if row.advice is None:
         return
@@ -370,7 +366,7 @@ def _advise(row: TrainingRow) -> Iterator[str]:
 
 
 def _explain_stay(row: TrainingRow) -> Iterator[str]:
-    """Yield why an ended training didn't adopt the shares that would have been faster."""
+    """Yield why an ended training didn't adopt the faster shares."""
     if row.pending is None:
         if not row.changes:
             yield "It kept its shares: it wasn't asked to change them while it trains."
@@ -383,9 +379,9 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield how to remove limits other than unequal shares, with the gain.
+    """Yield the remedy for each limit other than unequal shares, with the expected gain.
 
-    Each remedy occurs once.
+    A remedy of several limits occurs once. Yield nothing for an ended training.
     """
     said = set()
     for limit in row.limits:
@@ -397,10 +393,9 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as +43 %.
+    """Return a gain as text, such as +43 %; large gains are written as "over +900 %".
 
-    A gain of `MOST_GAIN` or more is written as "over" it, because larger gains aren't
-    distinguished.
+    Gains from `MOST_GAIN` on aren't distinguished.
     """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 

@@ -1,6 +1,6 @@
-"""Trainings with their ranks, joined over processes, devices and hosts.
+"""Joins the reports of all processes, devices and hosts into trainings with their ranks.
 
-`training_lines` draws them.
+The module `training_lines` draws them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CROWDED = 1.25  # 1-minute load per core from which the host is overloaded
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """A training: its ranks, its metrics over all ranks, and what slows it down."""
+    """A training: its ranks, its metrics over all ranks, and the causes that slow it down."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
@@ -65,7 +65,10 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The training's identity, which is the same at every tick."""
+        """The training's identity, which is the same in every snapshot.
+
+        It is the training's id or, without an id, the process ID.
+        """
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -74,9 +77,10 @@ MOST_KEPT = 3  # most ended trainings shown, the newest
 
 
 class EndedTrainings:
-    """The trainings that have ended while the app was open, with their last metrics.
+    """Remembers the trainings that ended while the app was open, with their last metrics.
 
-    `find_summary` returns the lines at the end of a run's journal, empty if there are none yet.
+    `find_summary` returns the summary at the end of a run's journal as lines; empty if there is
+    none yet.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
@@ -85,9 +89,9 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings, followed by the trainings that ended recently.
+        """Return the running trainings (`rows`), followed by those that ended recently.
 
-        These ended within the last `KEPT_SECONDS`. There are at most `MOST_KEPT` of them.
+        At most `MOST_KEPT` trainings that ended within the last `KEPT_SECONDS` are returned.
         """
         running = {row.key for row in rows}
         ended = [
@@ -101,9 +105,9 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return an ended training with its last metrics.
+        """Return an ended training with its last metrics; `seen_at` is when it last reported.
 
-        Of its causes it keeps only unequal work, which other shares would have fixed.
+        Only unequal work remains as a cause, because other shares would have fixed it.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
@@ -120,7 +124,7 @@ class EndedTrainings:
 
 
 def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return every training of the snapshot, with the ranks that report here."""
+    """Return every training in the snapshot, with the ranks that report on this machine."""
     groups: dict[tuple[str, int], list[Training]] = {}
     for report in snapshot.reports:
         groups.setdefault((report.training, 0 if report.training else report.pid), []).append(
@@ -172,7 +176,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as the cause if a training is slower than its plan for no other cause.
+    """Add the host's load as a cause if a training is slower than its plan without another cause.
 
     It is needed because not every kernel reports how long threads wait for cores.
     """
@@ -187,7 +191,7 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the totals of all ranks that aren't silent.
+    """Add the totals over all ranks that aren't silent.
 
     Samples per joule and the fraction of the plan's samples/s stay 0 if a rank is missing.
     """
@@ -211,7 +215,10 @@ def _largest_value(reports: Sequence[Training], name: str) -> Any:
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Return what limits the steps of the ranks that report."""
+    """Return what limits the steps of the ranks that report.
+
+    `missing` is the number of ranks without a report on this machine.
+    """
     rows = [place.row for _, place in placed]
     reporting = [
         measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
@@ -221,7 +228,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add each rank's mean step in its parts. Silent ranks have none."""
+    """Add each rank's mean step in its parts; silent ranks have no step."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows

@@ -1,1 +1,1 @@
-"""Widgets: lines of text, lists, choices, bars and charts."""
+"""Widgets of the app: lines of text, lists, choices, and charts."""

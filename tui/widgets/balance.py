@@ -43,7 +43,7 @@ LEAST_LOG = 3  # rows of the log, its heading among them
 
 
 class SearchDevicePanel(ListPanel[SearchDeviceRow]):
-    """A panel with a row for each device, which scrolls if the rows don't fit."""
+    """The panel with a row for each device of a search."""
 
     def __init__(self) -> None:
         super().__init__(id="search-devices")
@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state and the newest samples of its devices. None keeps what is shown."""
+        """Show this state and the newest samples of its devices; None leaves either as it is."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -71,9 +71,9 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """A panel with a row of text for each measurement, the newest first.
+    """The panel with a row for each measurement, the newest first.
 
-    Enter opens a measurement.
+    Enter opens the details of the measurement under the cursor.
     """
 
     OPEN = "screen.open_probe"
@@ -87,13 +87,14 @@ class LogPanel(ListPanel[LogRow]):
         return LOG
 
     def identity(self, row: LogRow) -> int:
-        """Return the number of the measurement."""
+        """Return the number of the row's measurement."""
         return row.number
 
     def set_data(self, state: SessionState) -> None:
         """Show the measurements of this state.
 
-        The cursor stays on its measurement, or on the newest.
+        The cursor follows its measurement; at the top of the list, it moves to each new
+        measurement.
         """
         if state.seen is not self._seen:
             self._seen = state.seen
@@ -107,9 +108,9 @@ class LogPanel(ListPanel[LogRow]):
 
 
 class ResultPanel(Lines):
-    """The verdict over the whole width, with the keys for the next steps.
+    """The panel with a search's verdict, over the whole width, and the keys for the next steps.
 
-    Enter opens the whole result.
+    Enter opens all results as a page.
     """
 
     can_focus = True
@@ -121,18 +122,22 @@ class ResultPanel(Lines):
         super().__init__(id="result", classes="panel")
 
     def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
-        """Show the verdict of this state."""
+        """Show the verdict of this state; `keys` are the keys that have an effect now."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Open the whole result on a double click."""
+        """Open all results on a double click."""
         if clicks >= 2:
             self.call_later(self.run_action, "screen.read_all")
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws one state of a session. On a small terminal, charts are dropped before text."""
+    """Draws the state of a session: the search or its result, devices, charts and the log.
+
+    `keys` returns the keys for the next steps after a result. On a small terminal, charts are
+    dropped before text.
+    """
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
         super().__init__(id="balance")
@@ -140,10 +145,10 @@ class BalanceView(UsesApp, Widget):
         self._keys = keys
 
     def compose(self) -> ComposeResult:
-        """Make the panels: the search or its result, devices, charts, comparisons and the log.
+        """Yield the panels, from top to bottom.
 
-        The charts are the curves and the best throughput so far; the comparisons are shares and
-        rivals.
+        They are the search and its result (one of them is shown), devices, charts (curves, and the
+        best throughput over time), comparisons (shares and rivals), and the log.
         """
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()
@@ -157,7 +162,7 @@ class BalanceView(UsesApp, Widget):
         yield LogPanel()
 
     def set_data(self, state: SessionState) -> None:
-        """Draw this state."""
+        """Draw this state of a session."""
         self.state = state
         self.redraw()
 
@@ -167,7 +172,7 @@ class BalanceView(UsesApp, Widget):
         return self.state.finished is not None and not self.state.fault
 
     def redraw(self) -> None:
-        """Rebuild every panel."""
+        """Rebuild every panel from the current state."""
         if not self.is_mounted or not self.size.height:
             return
         state = self.state
@@ -186,7 +191,7 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Distribute the rows: the story or the result, every device, then charts and log."""
+        """Set the panels' heights: the search or its result, the devices, then charts and log."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -212,7 +217,10 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Return the rows of the result, or of the story and its notes."""
+        """Return the height of the result, or of the search's description with its notes.
+
+        The height is at most `most`; `frame` is the number of lines that a frame takes.
+        """
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2
             if with_charts >= LEAST_RESULT:
@@ -222,9 +230,9 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the rows of shares and rivals.
+        """Return the height of the panels with shares and rivals; 0 if they are hidden.
 
-        Return 0 if the result shows them, or if there is nothing to compare yet.
+        They are hidden if the result shows the same, or if there is nothing to compare yet.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
@@ -234,14 +242,14 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the rows of the bar, the global batch and the legend.
+        """Return the number of lines for the shares: bars, legend and global batch.
 
-        A split that is being measured takes one more.
+        One line more is for a second bar, for a split that is being measured.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))
         return legend + 3
 
     def on_resize(self) -> None:
-        """Distribute the rows again."""
+        """Distribute the height among the panels again, and redraw them."""
         self.redraw()

@@ -1,6 +1,6 @@
-"""A widget that draws lines, one for each panel.
+"""A widget that draws lines; every panel of the app is one.
 
-Textual's own table and sparklines need five times as much CPU time.
+Textual's own table and sparkline widgets need five times as much CPU time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The result of a widget's last drawing, kept so that unchanged rows are reused."""
+    """What a widget drew last, kept to reuse the rows that haven't changed."""
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -49,10 +49,10 @@ class _Drawn(NamedTuple):
 
 
 class Lines(UsesApp, Widget):
-    """Draws given lines. Only changed lines are redrawn."""
+    """A widget that draws given lines, and redraws only lines that have changed."""
 
     class Resized(Message):
-        """The message that the widget's size has changed, so its lines must be rebuilt."""
+        """The message that the widget's size has changed, so the screen must rebuild its lines."""
 
     def __init__(
         self,
@@ -77,14 +77,17 @@ class Lines(UsesApp, Widget):
 
     @property
     def text(self) -> str:
-        """The lines' text without colour."""
+        """The lines' text without colours."""
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Rebuild the lines. A subclass that makes its own lines overrides this method."""
+        """Rebuild the lines for the current size.
+
+        A subclass that makes its own lines overrides this method; it does nothing for given lines.
+        """
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Draw these lines from now on."""
+        """Draw these lines in place of the previous ones."""
         before, self._lines = self._lines, tuple(lines)
         pairs = zip_longest(before, self._lines, fillvalue=BLANK)
         changed = [y for y, (old, new) in enumerate(pairs) if old != new]
@@ -95,7 +98,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Set the texts of the frame, as plain text. Only changed texts are redrawn."""
+        """Set the title and subtitle in the frame, as plain text; None leaves either as it is."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.shown(title))
@@ -104,16 +107,16 @@ class Lines(UsesApp, Widget):
             self.border_subtitle = Content(self.evener.shown(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
-        """Draw these regions again, or everything."""
+        """Draw these regions again; without regions, draw the whole widget again."""
         if not regions:
             self._drawn = None
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows, including the frame.
+        """Return the rows of the widget, including the frame.
 
-        If only lines have changed, Textual's own method isn't called, because it looks up styles
-        for each line.
+        If only lines have changed, Textual's own method isn't called, because it looks up the
+        styles of every row.
         """
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
@@ -131,9 +134,10 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the strips of the whole widget for reuse.
+        """Return the rows of the whole widget, to be reused by the next drawing.
 
-        Return None if a part of the widget is hidden, or if filters change the colours.
+        Return None if a part of the widget is hidden or filters change the colours, so that reuse
+        isn't possible.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
@@ -148,11 +152,11 @@ class Lines(UsesApp, Widget):
         return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
 
     def render_line(self, y: int) -> Strip:
-        """Draw a row of the content."""
+        """Draw a row of the widget's content; `y` counts from the top."""
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:
-        """Draw a line, truncated or padded to the width."""
+        """Draw the line with index `y`, truncated or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
         draws_ascii, cursor = self.evener.ascii, line.cursor
         styles = self._styles_by_tone
@@ -165,9 +169,9 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return all filters except the one that replaces the terminal's own colours.
+        """Return all line filters except the one that replaces the terminal's own ANSI colours.
 
-        No tone uses these colours.
+        No tone uses ANSI colours, so that filter would be a waste of time.
         """
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
@@ -192,26 +196,29 @@ class Lines(UsesApp, Widget):
         return known
 
     def notify_style_update(self) -> None:
-        """Drop the styles of the previous theme."""
+        """Discard the cached styles, because the theme may have changed, and redraw."""
         super().notify_style_update()
         self._styles_by_tone = {}
         self.refresh()
 
     def on_resize(self) -> None:
-        """Redraw immediately in the new size, so that no row stays empty, and report the size.
+        """Redraw in the new size, so that no row stays empty, and report the change.
 
-        The screen rebuilds the lines when the new size is reported.
+        The screen then rebuilds the lines of its panels.
         """
         self.redraw()
         self.post_message(self.Resized())
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Show or hide the cursor."""
+        """Redraw, because the cursor is shown only while the widget has the focus."""
         super().watch_has_focus(has_focus)
         self.redraw()
 
     def on_click(self, event: Click) -> None:
-        """Pass a click to `click_cell` and `click_row`, unless its span has its own action."""
+        """Pass a click to `click_cell` and `click_row`.
+
+        A click on a span that has an action of its own isn't passed.
+        """
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)
@@ -223,7 +230,7 @@ class Lines(UsesApp, Widget):
         """Handle a click on a cell; `x` and `y` count from the first cell of the first line."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Handle a click on a row, outside any span with its own action.
+        """Handle a click on a row; `row` counts from the first line.
 
-        `row` counts from the first line. `clicks` is 2 for a double click.
+        `clicks` is 2 for a double click.
         """

@@ -1,6 +1,6 @@
-"""Panels of rows with a cursor, which keys, wheel and clicks move.
+"""Panels of rows with a cursor, which keys, the wheel and clicks move.
 
-They are sorted lists, lists with check marks, and a choice among words.
+There are sorted lists, lists with check marks, and a choice among words.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):
-    """Rows below a heading line.
+    """A list of rows below a heading, with a cursor.
 
-    The cursor is an index into all rows. `top` is the first visible row.
+    `cursor` is the index of the row under the cursor, and `top` that of the first visible row.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -53,7 +53,7 @@ class ListPanel(Lines, Generic[RowT]):
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
-        """The message that the cursor may have moved to another row."""
+        """The message that the cursor may be on another row."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
@@ -64,21 +64,21 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def position(self) -> Position:
-        """The cursor's position. The cursor is drawn while the panel has the focus."""
+        """The position of the cursor, which is drawn only while the panel has the focus."""
         return Position(self.cursor, self.top, self.has_focus)
 
     @property
     def count(self) -> int:
-        """The number of rows or, with a filter, of matching rows."""
+        """The number of rows; with a filter, of matching rows."""
         return len(self.rows)
 
     @property
     def chosen(self) -> RowT | None:
-        """The row under the cursor."""
+        """The row under the cursor; None if there are no rows."""
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows` rows, within the list."""
+        """Move the cursor by `rows` rows, at most to the first or last one."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
@@ -87,11 +87,11 @@ class ListPanel(Lines, Generic[RowT]):
         self.post_message(self.Moved())
 
     def grid(self) -> Grid[RowT]:
-        """Return the table of the panel's rows."""
+        """Return the table in which the rows are drawn."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draw the rows in the current size."""
+        """Draw the rows for the current size."""
         self._draw_table(self.grid())
 
     def _draw_table(self, grid: Grid[RowT], order: Order = UNSORTED, note: str = "") -> None:
@@ -99,16 +99,16 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return the identity of a row, which the cursor follows as rows are added or removed.
+        """Return a key of the row, by which the cursor follows it as rows are added or removed.
 
-        If it is None, the cursor keeps its index.
+        If the key is None, the cursor stays at its index.
         """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Replace the rows.
+        """Replace the rows, without drawing them yet.
 
-        The cursor stays on its row, or at its index if the row is gone.
+        The cursor stays on its row, or at its index if that row is gone.
         """
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
@@ -121,7 +121,7 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember the identity of the cursor's row, because its index may change."""
+        """Remember the identity of the row under the cursor, because its index may change."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
@@ -129,7 +129,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """True for an action that is possible now: marking and opening need a row."""
+        """True if an action has an effect now; marking and opening need a row."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
@@ -140,7 +140,7 @@ class ListPanel(Lines, Generic[RowT]):
             await self.app.run_action(self.OPEN)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Go to the row; a double click opens it."""
+        """Move the cursor to the row; a double click opens the row."""
         place = self.top + row - self.HEADING_ROWS
         if self.top <= place < self.count:
             self.action_move(place - self.cursor)
@@ -159,9 +159,9 @@ class ListPanel(Lines, Generic[RowT]):
 
 
 class SortedPanel(ListPanel[RowT]):
-    """A list that is sorted and filtered, in which rows can be marked.
+    """A list that is sorted and filtered, and in which rows can be marked.
 
-    The cursor follows its row as rows move.
+    The cursor follows its row when rows are sorted differently.
     """
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
@@ -180,12 +180,12 @@ class SortedPanel(ListPanel[RowT]):
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:
-        """The marked rows. If no row is marked, the row under the cursor."""
+        """The marked rows or, if no row is marked, the row under the cursor."""
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def search_text_of(self, row: RowT) -> str:
-        """Return the text of a row that the filter searches."""
+        """Return the text of a row in which the filter searches."""
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
@@ -194,7 +194,7 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter and draw the rows. The heading says how many rows match the filter."""
+        """Sort, filter and draw the rows; the heading says how many match the filter."""
         kept = [row for row in self.found if matches(self.search_text_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
@@ -220,30 +220,30 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def action_next_sort(self) -> None:
-        """Sort by the next column."""
+        """Sort by the next column that rows can be sorted by."""
         keys = sort_keys(self.COLUMNS)
         self.action_sort(keys[(keys.index(self.order.key) + 1) % len(keys)])
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
+        """Reverse the order of the rows."""
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by a column, as a click on its title does.
+        """Sort by the column `key`, as a click on its title does.
 
-        Choosing the same column again reverses the order.
+        Sorting by the same column again reverses the order.
         """
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
     def filter_by(self, words: str) -> None:
-        """Show only the rows that match every word."""
+        """Show only the rows that contain every word of `words`."""
         self.words = words
         self.redraw()
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """A list in which either several entries or exactly one entry can be ticked."""
+    """A list whose entries can be ticked: any number of them or, if `single`, exactly one."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -261,13 +261,13 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.ticked: frozenset[int] = frozenset()
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Set the name and note of each entry, and which entries are ticked."""
+        """Set the entries, each a name with a note, and the indices of the ticked entries."""
         self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the rows. The first and the last row say how many more entries are hidden."""
+        """Draw the visible entries; the first and the last one say how many more are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -293,7 +293,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor. If exactly one entry can be ticked, tick the one under the cursor."""
+        """Move the cursor by `rows` entries; if the list is `single`, also tick the entry there."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
@@ -301,7 +301,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     def action_tick(self) -> None:
         """Tick the entry under the cursor.
 
-        If several entries may be ticked, a second time removes the tick.
+        Unless the list is `single`, an entry that is ticked already loses its tick.
         """
         if not self.count:
             return
@@ -318,14 +318,14 @@ class Ticks(ListPanel[tuple[str, str]]):
             self.redraw()
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Tick the clicked entry."""
+        """Tick the clicked entry, or remove its tick."""
         if self.top + row < self.count:
             self.action_move(self.top + row - self.cursor)
             self.action_tick()
 
 
 class OneOf(Lines):
-    """A choice among a few words. The left and right keys, Space or a click change it."""
+    """A choice among a few words, which the left and right keys, Space or a click change."""
 
     can_focus = True
 
@@ -344,7 +344,7 @@ class OneOf(Lines):
         self.value = value or self._words[0]
 
     def redraw(self) -> None:
-        """Show the word between arrows."""
+        """Draw the chosen word between arrows."""
         self.show(
             [
                 line(
@@ -357,7 +357,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Move the choice by `steps` words."""
+        """Choose the word `steps` further in the list; after the last word, the first follows."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

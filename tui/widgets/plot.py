@@ -1,6 +1,6 @@
-"""A panel with a chart.
+"""A panel with a chart and a cursor, which keys, the wheel and clicks move.
 
-Arrow keys, wheel or clicks move its cursor, and the points at the cursor are described.
+The points at the cursor are described below the chart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .lines import Lines
 
 
 class ChartPanel(Lines):
-    """Draws a given chart. The cursor keeps its x as points are added."""
+    """A panel that draws a given chart. The cursor keeps its x when points are added."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "step(-1)", "Point before", show=False),
@@ -29,14 +29,14 @@ class ChartPanel(Lines):
     can_focus = True
 
     class Moved(Message):
-        """The message that the cursor has moved to another point, or is hidden."""
+        """The message that the cursor has moved to another point (`x`), or is hidden (None)."""
 
         def __init__(self, x: float | None) -> None:
             super().__init__()
             self.x = x
 
     class Scaled(Message):
-        """The message that the scale of the axes has changed."""
+        """The message that the axes have become logarithmic (`log2`) or linear."""
 
         def __init__(self, log2: bool) -> None:
             super().__init__()
@@ -48,24 +48,27 @@ class ChartPanel(Lines):
 
     @property
     def log2(self) -> bool:
-        """True if log2 axes are set."""
+        """True if the user has chosen logarithmic axes (base 2)."""
         return self.evener.settings.log_axes
 
     def set_data(self, chart: Chart) -> None:
-        """Draw this chart. The panel keeps its own scale and cursor."""
+        """Draw this chart, with the panel's own scale and cursor."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart on the chosen scale. Axes that are linear in the given chart stay linear."""
+        """The chart with the scale that the user has chosen.
+
+        Axes that are linear in the given chart are linear in any case.
+        """
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
 
     def redraw(self) -> None:
-        """Draw the chart and the read-out at the cursor in the current size."""
+        """Draw the chart for the current size, and the points at the cursor as text."""
         width, height = self.size
         chart = self.shown_chart
         lines = draw_chart(chart, width, height - 1)
@@ -81,7 +84,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by this many points. The first step shows it at the last point."""
+        """Move the cursor by `steps` points; the first step shows it at one of the last points."""
         stops = self.chart.stops()
         if not stops:
             return
@@ -92,7 +95,7 @@ class ChartPanel(Lines):
         self.move_to(stops[max(0, min(place, len(stops) - 1))])
 
     def action_toggle_scale(self) -> None:
-        """Switch between log2 and linear axes."""
+        """Switch between logarithmic and linear axes, and save the choice."""
         self.evener.keep(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
@@ -102,7 +105,7 @@ class ChartPanel(Lines):
         self.move_to(None)
 
     def click_cell(self, x: int, y: int) -> None:
-        """Put the cursor on the point nearest to the click."""
+        """Move the cursor to the point nearest to the click."""
         if not self.chart.is_empty:
             frame = frame_chart(self.shown_chart, self.size.width, self.size.height - 1)
             self.move_to(nearest(self.chart.stops(), frame, x - frame.left))

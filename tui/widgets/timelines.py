@@ -15,7 +15,7 @@ from .lines import Lines
 
 
 class TimelinePanel(Lines):
-    """Graphs of all devices that fit, or of the devices around the chosen device."""
+    """The panel with graphs of all devices, or of those around the chosen device if not all fit."""
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
@@ -27,22 +27,28 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The minimum number of seconds shown: the available span nearest to the setting."""
+        """The time in seconds that the graphs show at least.
+
+        It is the value of `SPANS` nearest to the user's setting.
+        """
         return nearest_span(self.evener.settings.graph_seconds)
 
     @property
     def shows_all(self) -> bool:
-        """True if the graphs of every device fit."""
+        """True if the graphs of all devices are shown."""
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
     def set_data(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
-        """Draw the graphs of these devices; the app's sampler stores their history."""
+        """Draw the graphs of these devices from the history that the app's sampler stores.
+
+        `chosen` is the device under the list's cursor, which is marked; None marks no device.
+        """
         self._samples, self._chosen = samples, chosen
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the graphs in the current size."""
+        """Draw the graphs for the current size."""
         width, height = self.size
         chosen = self._chosen.device.key if self._chosen is not None else ""
         self._plan = place_graphs(self._samples, self.evener.publisher, width, height, chosen)
@@ -57,9 +63,9 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _choose_scale(self, plan: GraphPlan) -> None:
-        """Choose the time scale.
+        """Choose the number of ticks per column of dots.
 
-        A change hides the cursor, because a cell then stands for another time.
+        If the scale changes, the cursor is hidden, because its cell then stands for another time.
         """
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
@@ -83,7 +89,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the cursor by `cells`. The first step shows it at the newest cell."""
+        """Move the cursor by `cells`; if it is hidden, show it at the newest cell instead."""
         window = self._window()
         if window is None:
             return
@@ -100,14 +106,14 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Show more time (1) or less time (-1), and hide the cursor."""
+        """Show a longer (1) or shorter (-1) time, hide the cursor, and save the choice."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
         self.redraw()
 
     def toggle_scale(self) -> None:
-        """Switch between one scale for all devices and a scale for each device."""
+        """Switch between one scale for all devices and one for each device, and save the choice."""
         self.evener.keep(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
