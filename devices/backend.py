@@ -1,10 +1,10 @@
-"""The interface of a kind of devices, implemented by NVIDIA GPUs, CPU slices and simulated devices.
+"""The interface of a backend, which implements one kind of devices.
 
-The module also holds what the implementations share: selecting devices by the rules of
-CUDA_VISIBLE_DEVICES, which other makers' variables follow too, and reading the vitals of a device,
-which reveal what can spoil a measurement (throttling, memory that other programs use, a driver that
-stops answering). docs/architecture.md, "To add a maker of devices", lists the files and lines that
-a new maker needs.
+There are backends for NVIDIA GPUs, CPU slices and simulated devices. The module also holds what
+they share: selecting devices by the rules of CUDA_VISIBLE_DEVICES, which other makers' variables
+follow too, and reading a device's vitals. Vitals reveal what can spoil a measurement, such as
+throttling, memory that other programs use, or a driver that stops answering. docs/architecture.md,
+"To add a maker of devices", lists the files and lines that a new maker needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """The devices of one kind that a driver lists, and notes on devices that don't answer."""
+    """All devices of one kind that a driver lists, and notes on devices that don't answer."""
 
     devices: tuple[Device, ...]
     used_bytes: dict[str, int | None] = {}  # memory in use now, by device id
@@ -36,7 +36,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """The devices that a request selects, and notes on them."""
+    """The devices that a request selects, with notes for the user."""
 
     devices: tuple[Device, ...]
     # shown to the user: what `auto` chose and why, or that others use a device
@@ -48,11 +48,11 @@ class Discovery(msgspec.Struct, frozen=True):
 def choose_devices(
     listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
 ) -> Discovery:
-    """Return the listed devices that the terms name.
+    """Return the listed devices that the terms name, in the terms' order.
 
-    A term without a pick selects all visible devices. Raises DeviceError if none is visible;
-    `hidden` is the setting that hides them. The result has a note on each device of which other
-    programs use more than 5 % of the memory.
+    A term without a pick selects all `visible` devices. Raises DeviceError if none is visible;
+    `hidden` is the setting that hides them, for the message. The result has a note on each device
+    of which other programs use more than 5 % of the memory.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -76,9 +76,10 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with this index or id, or with the only id that starts with `pick`.
+    """Return the device that `pick` names by its index, its id or a unique prefix of its id.
 
-    Raises RequestError, which lists the available devices, if there is none or more than one.
+    Raises RequestError, which lists the available devices, if there is no such device or more than
+    one.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -96,9 +97,9 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
 
-    Return all if `variable` is None (unset). Entries are indices or prefixes of ids. Entries after
-    the first that matches no device are ignored, and a device named twice hides all devices.
-    Source: CUDA C++ programming guide, environment variables.
+    `variable` is its value; return all devices if it is None (unset). Entries are indices or
+    prefixes of ids. Entries after the first that matches no device are ignored, and a device named
+    twice hides all devices. Source: CUDA C++ programming guide, environment variables.
     """
     if variable is None:
         return tuple(devices)
@@ -128,7 +129,7 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 class Vitals(msgspec.Struct, frozen=True):
     """One reading of a device's condition. A field is None if the device doesn't report it.
 
-    Seconds are cumulative since the driver was loaded or the watch began.
+    Durations (`*_seconds`) are cumulative since the driver was loaded or the reader was created.
     """
 
     at_seconds: float = 0.0  # monotonic
@@ -152,23 +153,25 @@ class Vitals(msgspec.Struct, frozen=True):
 class VitalsReader(Protocol):
     """Reads the vitals of one device through its maker's library.
 
-    Only one thread calls it at a time.
+    It isn't thread-safe: only one thread may call it at a time.
     """
 
     def read(self, full: bool) -> Vitals:
-        """Return one reading; memory and processes are read only if `full`.
+        """Return one reading; memory, processes and load are read only if `full`.
 
-        A driver failure is reported as the reading's `trouble`.
+        They take longer to read. A failure of the driver isn't raised but reported as the reading's
+        `trouble`.
         """
 
     def close(self) -> None:
-        """Release the driver. May be called more than once."""
+        """Release the driver. It may be called more than once."""
 
 
 class VitalsWatch:
-    """Reads one device's vitals on separate threads, so that a driver that hangs blocks nobody.
+    """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
-    A driver that has never answered isn't reported as trouble; its vitals stay empty.
+    Each reading has a thread of its own. A driver that has never answered isn't reported as
+    trouble; its vitals stay empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -181,7 +184,11 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Start another reading; return False if the driver hasn't answered the previous one."""
+        """Start another reading, and return True.
+
+        Return False and do nothing if the driver hasn't answered the previous one yet, or after
+        `close`.
+        """
         if self.pending or self._closed:
             return False
         self._start(self._answer, full)
@@ -190,7 +197,7 @@ class VitalsWatch:
     def answer(self, until: float = 0.0) -> Vitals:
         """Return the driver's latest answer.
 
-        If an answer is pending, wait for it until the time `until`, in monotonic seconds.
+        If a reading is pending, first wait for it until the time `until`, in monotonic seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -198,23 +205,23 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """True while the driver hasn't answered the latest request."""
+        """True while a reading has been started and the driver hasn't answered."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the driver was called for the pending answer, or 0.
+        """For how many seconds the driver hasn't answered the pending call; 0 without one.
 
-        The time that a thread waits for a busy CPU doesn't count.
+        The time before the call, while the thread waits for a busy CPU, doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Stop the watch, without waiting for the driver.
+        """Stop reading, without waiting for the driver.
 
-        A thread closes the reader once the driver has answered a pending request. May be called
-        more than once.
+        A thread closes the reader when the driver has answered a pending call. `close` may be
+        called more than once.
         """
         if not self._closed:
             self._closed = True
@@ -245,9 +252,9 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The settings with which a child process starts on its devices.
+    """The settings with which a child process starts so that it uses only its own devices.
 
-    The child applies `address_space_bytes` itself, with `cap_address_space`.
+    The child itself applies `address_space_bytes`, by calling `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
@@ -258,10 +265,10 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """Base class for one kind of devices.
+    """The base class of backends; a backend implements one kind of devices.
 
     A maker's class overrides the methods that its devices support. A process has one instance of
-    each class, created by `devices/registry.py`. Importing a backend's module must not start a
+    each class, which `devices/registry.py` creates. Importing a backend's module must not start a
     driver.
     """
 
@@ -294,15 +301,15 @@ class Backend(Protocol):
     def list_devices(self) -> Listing:
         """Return every device of this kind on this machine.
 
-        Raises DeviceError if there is none or the driver fails.
+        Raises DeviceError if there is none, or if the driver fails.
         """
         raise DeviceError(f"This machine can't list devices of the kind {self.kind}.")
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the devices that the terms name, in their order, with notes.
+        """Return the devices that the terms name, in the terms' order, with notes.
 
-        The environment `variables` may hide some. Raises DeviceError if there are none or all are
-        hidden, and RequestError if a named device doesn't exist.
+        The environment `variables` may hide some devices. Raises DeviceError if this machine has no
+        such devices or all are hidden, and RequestError if a named device doesn't exist.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
@@ -311,14 +318,14 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return the listed devices that a process with these environment variables sees.
+        """Return those of the listed devices that a process with these environment variables sees.
 
-        They are in the variables' order.
+        They are in the order in which the variable names them.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a plan's device: its id.
+        """Return the text by which `--devices` names a plan's device, given its id: usually the id.
 
         Raises DeviceError for a device that can't train.
         """
@@ -327,14 +334,14 @@ class Backend(Protocol):
     def open_source(self, found: Discovery) -> Source:
         """Return a source that samples these devices for the monitor.
 
-        Raises DeviceError if the driver has gone since they were found.
+        Raises DeviceError if the driver has gone since the devices were found.
         """
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the environment of a child that uses only these devices.
+        """Return the environment of a child process that uses only these devices.
 
-        `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit of
-        the devices can't be enforced.
+        `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit of the devices
+        can't be enforced.
         """
         for device in devices:
             if device.limit.percent:
@@ -346,41 +353,42 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the environment variables that make only these devices visible, in this order."""
+        """Return the environment variables that make only the devices with these ids visible.
+
+        A process then sees the devices in this order.
+        """
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def name_in(self, framework: str, number: int) -> str:
-        """Return the framework's name for a child's device, such as "cuda:0" or "GPU:0".
+        """Return the framework's name for a device of a child process, such as "cuda:0" or "GPU:0".
 
-        `number` counts the devices that the child sees.
+        `number` is the device's index among the devices that the child sees.
         """
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """Return a reader of a device's vitals for a probe to use between its timed blocks.
+        """Return a reader of a device's vitals; None if this kind of devices has none.
 
-        Return None if this kind has no vitals.
+        Probes read vitals between their timed blocks.
         """
         return None
 
     def name_path(self, first: Device, second: Device) -> str:
         """Return the name of the data path between two devices of this kind, such as "NVLink".
 
-        Return an empty string if the path is unknown.
+        Return "" if the path is unknown.
         """
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the PCI address in sysfs notation, such as 0000:3b:00.0; empty if there is none.
+        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0; else "".
 
-        Sessions lock the device's sysfs file, so that different users don't measure on it at the
-        same time.
+        Sessions lock the sysfs file at this address, so that different users don't measure on the
+        device at the same time.
         """
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon such as NVIDIA's MPS runs, which lets several processes share one
-        device.
-        """
+        """True if a daemon is running that lets processes share a device, such as NVIDIA's MPS."""
         return False

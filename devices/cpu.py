@@ -1,7 +1,7 @@
 """CPU slices as devices: disjoint sets of cores, each with an equal part of the free memory.
 
-A child is confined to the cores, threads and memory of its slices. The monitor shows the load of
-the cores, and the temperature and clock of the processor.
+A child process is confined to the cores, threads and memory of its slices. The monitor shows the
+load of the cores, and the temperature and clock of the processor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEMORY_STEP = 256 << 20
 def slices(count: int | None = None) -> tuple[Device, ...]:
     """Return the CPU cut into `count` equal slices.
 
-    By default, return two slices, or one if the machine has a single logical CPU. Raises
+    If `count` is None, return two slices, or one if the machine has a single logical CPU. Raises
     RequestError if `count` is below 1 or above the number of logical CPUs.
     """
     if count is not None and count < 1:
@@ -60,21 +60,24 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes of free memory of the machine, or of the container if that has less."""
+    """Return the free memory of the machine in bytes, or that of the container if it is less."""
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
 
 
 def machine_memory_bytes() -> int:
-    """Return the total memory of this machine."""
+    """Return the total memory of this machine in bytes."""
     total: int = psutil.virtual_memory().total
     return total
 
 
 @cache
 def product_name() -> str:
-    """Return the processor's product name, without trademark signs and filler words."""
+    """Return the processor's product name without trademark signs and filler words.
+
+    Return "CPU" if the name is unknown.
+    """
     with suppress(OSError):
         found = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -93,9 +96,9 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class CpuSource:
-    """A source of samples for CPU slices.
+    """A source that samples CPU slices.
 
-    Memory is the whole machine's, because slices share it.
+    The memory readings are those of the whole machine, because slices share its memory.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class CpuSource:
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        """The CPU slices that this source samples, in order."""
+        """The slices that this source samples, in order."""
         return self._devices
 
     def sample(self) -> Snapshot:
@@ -127,7 +130,7 @@ class CpuSource:
         return self._builder.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
-        """Do nothing: this source holds nothing open."""
+        """Do nothing, because this source holds nothing open."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
         by_cpu = self._builder.meter.by_cpu
@@ -146,9 +149,9 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the processor's temperature and the temperature at which it throttles, in °C.
+    """Return the processor's temperature, and the temperature at which it throttles, in °C.
 
-    Both are readings of its hottest sensor.
+    Both are those of its hottest sensor. They are unsupported readings if there is no sensor.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
@@ -161,7 +164,10 @@ def read_heat() -> tuple[Reading, Reading]:
 
 
 def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
-    """Return the current and the highest clock of the slice's first core, in MHz."""
+    """Return the current and the highest clock, in MHz, of the first of these cores.
+
+    A clock that the kernel doesn't report is an unsupported reading.
+    """
     found: list[Reading] = []
     for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
         reading = UNSUPPORTED
@@ -182,9 +188,9 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """Disjoint sets of cores.
+    """The backend for CPU slices.
 
-    The child enforces a percentage limit itself by spinning before each step.
+    A limit in percent is enforced by the child itself, which spins before each step.
     """
 
     kind = "cpu"
@@ -193,9 +199,9 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the slices that the terms name.
+        """Return the slices that the terms name, with a note on cores that no slice uses.
 
-        Raises RequestError if the terms cut the CPU differently.
+        Raises RequestError if the terms cut the CPU into different numbers of slices.
         """
         counts = {term.slices for term in terms}
         if len(counts) > 1:
@@ -214,7 +220,10 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a plan's slice: cpu/2:0 for cpu-0-of-2."""
+        """Return the text by which `--devices` names a plan's slice: cpu/2:0 for the id cpu-0-of-2.
+
+        Raises PlanError if the id isn't that of a slice.
+        """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:
             raise PlanError(
@@ -223,14 +232,14 @@ class CpuSlices(Backend):
         return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, found: Discovery) -> Source:
-        """Return a source that reads /proc and /sys."""
+        """Return a source that samples these slices from /proc and /sys."""
         return CpuSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the environment of a child that uses only these slices.
+        """Return the environment of a child process that uses only these slices.
 
-        It has their logical CPUs, one thread per physical core, and a limit that is the sum of
-        their memory.
+        It has the slices' logical CPUs, one thread per physical core, and a memory limit that is
+        the sum of the slices' memory.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

@@ -1,7 +1,7 @@
 """Find the devices that `--devices` names, and open the source that samples them.
 
-Devices that other programs use are detected, because a measurement taken beside other work is valid
-only while that work goes on.
+Devices that other programs use are detected too, because a measurement taken next to other work is
+valid only while that work continues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def discover(
     environ: Mapping[str, str] | None = None,
     ray_address: str = "",
 ) -> Discovery:
-    """Return the devices that `spec` names, in its order.
+    """Return the devices that `spec`, the value of `--devices`, names, in its order.
 
-    With `only_visible`, `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or another
+    If `only_visible`, `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or another
     maker's variable makes visible, and on a cluster only devices that Ray reserves for this
-    process; a local GPU that is named explicitly is used regardless. Raises RequestError if the
-    spec is malformed, names a device twice or names one that doesn't exist. Raises DeviceError if
-    GPUs were requested and the driver fails, or if the Ray cluster at `ray_address` (default:
-    RAY_ADDRESS, else this machine's cluster) can't be used.
+    process; a local GPU that is named explicitly is used regardless. `environ` replaces this
+    process's environment.
+
+    Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
+    exist. Raises DeviceError if GPUs were requested and the driver fails, or if the Ray cluster at
+    `ray_address` (default: RAY_ADDRESS, else this machine's cluster) can't be used.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -56,7 +58,7 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """Raise RequestError if a device's memory limit exceeds its memory."""
+    """Raise RequestError if a device's memory limit exceeds the memory it can ever have."""
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:
@@ -68,10 +70,10 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return the total memory that a device can ever have; None if unknown.
+    """Return the largest amount of memory in bytes that a device can ever have; None if unknown.
 
-    For a CPU slice this is the machine's memory, because slices share it and more may be free
-    later.
+    For a CPU slice, it is the machine's memory, because slices share that memory and more of it may
+    be free later.
     """
     if not device.on_cpu:
         return device.memory_bytes
@@ -83,9 +85,9 @@ def _all_memory(device: Device) -> int | None:
 
 
 def open_source(discovery: Discovery) -> Source:
-    """Return a source that samples these devices, for the caller to close.
+    """Return a source that samples these devices; the caller must close it.
 
-    Raises DeviceError if the driver has gone since they were found.
+    Raises DeviceError if the driver has gone since the devices were found.
     """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
@@ -110,8 +112,9 @@ SETTLE_READS = 3
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return messages about full devices, and messages about devices on which others compute now.
 
-    A device is full if its free memory is below 5 % of its memory and below its limit. The 5 %
-    count as at least 600 MiB and at most 2 GiB. Call this before a session starts its own children.
+    A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2 GiB)
+    and also below its own limit. Call this before a session starts child processes, which would
+    count as others.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -127,7 +130,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message about a busy device; empty if it is idle or doesn't report its load."""
+    """Return a message if others compute on a device now; "" if not, or if its load is unknown."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -140,10 +143,9 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message about a device without enough free memory.
+    """Return a message if a device has too little free memory.
 
-    Return an empty string if there is room for the device's own limit, or if it doesn't report its
-    memory.
+    Return "" if the free memory suffices for the device's own limit, or if it is unknown.
     """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
@@ -163,6 +165,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few pids on a device as text; empty if the driver names none."""
+    """Return the first few process IDs on a device as text; "" if the driver names none."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

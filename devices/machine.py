@@ -40,9 +40,10 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of synchronizing k replicas that computation doesn't hide, per step.
+    """The time per step to synchronize replicas that computation doesn't hide, in ms.
 
-    It is higher across hosts.
+    Within a host, it is `base_ms`, and `per_device_ms` for each device after the first. Across
+    hosts, `network_ms` and `per_host_ms` are added in the same way.
     """
 
     base_ms: Amount = 0.0
@@ -51,9 +52,10 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Return the seconds per step that the devices with samples spend synchronizing.
+        """Return the seconds per step for synchronizing; 0 for one device.
 
-        `hosts` is the number of hosts that they are on. Return 0 for one device.
+        `devices` is the number of devices with samples, and `hosts` the number of hosts they are
+        on.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -61,9 +63,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device table of a machine file, with the file's keys as fields.
+    """A `[[device]]` table of a machine file; its fields are the file's keys.
 
-    Raises ValueError if a curve isn't in rising order.
+    Raises ValueError if the points of a curve aren't in ascending order.
     """
 
     name: str
@@ -95,14 +97,14 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def slug(self) -> str:
-        """The name in the form used in ids: `GTX 1080 Ti` becomes `gtx1080ti`."""
+        """The name as it is used in ids; `GTX 1080 Ti` becomes `gtx1080ti`."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace(" ", "")).strip("-")
 
     @property
     def fixed_ms(self) -> float:
-        """Milliseconds of a step without rows.
+        """The milliseconds of a step without rows, estimated from the curve.
 
-        It is the lowest intercept of the lines through neighbouring points of the curve.
+        They are the lowest intercept of the lines through neighbouring points.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -110,9 +112,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of one step without limit or contention.
+        """Return the seconds of one step without limit or contention; 0 for an empty batch.
 
-        The step is computed in `passes` passes of equal size. Return 0 for an empty batch.
+        The step is computed in `passes` passes of about equal size.
         """
         if batch <= 0:
             return 0.0
@@ -128,9 +130,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """Return the power of a device that computes for the fraction `busy` of the time.
+        """Return the device's power in watts, given its load.
 
-        At idle it is 8 % of full load.
+        `busy` is the fraction of time in which it computes. Idle power is 8 % of the power at full
+        load.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -139,7 +142,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def samples_per_second(self) -> float:
-        """The highest samples/s that the device reaches alone, at any point of its curve."""
+        """The highest throughput that the device reaches alone, over all points of its curve."""
         fastest = 0.0
         for batch, _ in self.curve:
             seconds = self.seconds(batch)
@@ -147,9 +150,10 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the combined throughput of training runs on one device, relative to one run.
+        """Return the combined throughput of `processes` training runs, relative to one run.
 
-        Without a `pack_gain` curve it is 1, because the runs share the device's time.
+        The runs are side by side on this device. Without a `pack_gain` curve, the gain is 1,
+        because the runs then share the device's time.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -160,7 +164,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return most if processes >= last else interpolate(points, processes)
 
     def memory_bytes(self, batch: int) -> int:
-        """Return the peak memory of a training process with this batch; 0 for an empty batch."""
+        """Return the peak memory in bytes of a training process with this batch; 0 without rows."""
         if batch <= 0:
             return 0
         bent = self.memory_curve
@@ -173,9 +177,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model whose parts are placed on several devices of a machine file, described by one curve.
+    """A model whose parts are placed on several devices of a machine file.
 
-    A placement never runs out of memory.
+    One curve describes the step time of all its devices together. It never runs out of memory.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -192,7 +196,10 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of the model's state that sharded training divides, and the cost of sharding."""
+    """Sharded training on a simulated machine: the memory that sharding saves, and its cost.
+
+    The model's state is divided among the devices, each of which holds a part.
+    """
 
     # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
@@ -205,7 +212,10 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A temporary event on one device of a machine file, in seconds of the session's clock."""
+    """A temporary event on one device of a machine file, such as heat or a failure.
+
+    Times are in seconds of the session's clock.
+    """
 
     at_seconds: Amount
     device: Annotated[int, Meta(ge=0)]  # the device's position in the file, from 0
@@ -220,12 +230,15 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def applies_to(self, position: int, at_seconds: float) -> bool:
-        """True if the event affects the device at this time."""
+        """True if the event affects the device with this index at this time."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Simulated devices that train together. Positions follow the order of the request."""
+    """Simulated devices that train together.
+
+    A `position` is a device's index in the request, from 0.
+    """
 
     devices: tuple[SimulatedDevice, ...]
     sync: Sync = Sync()
@@ -235,11 +248,11 @@ class Machine(msgspec.Struct, frozen=True):
     shards: SimulatedShards | None = None
 
     def limit(self, position: int) -> Limit:
-        """Return the device's limit, as given after `@`."""
+        """Return the limit of the device at `position`, as given after `@` in the request."""
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices as `Device` objects, the form common to all kinds."""
+        """The devices as `Device` objects, which all kinds of devices have in common."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -256,10 +269,10 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return the seconds that one device computes in a step of `share` rows.
+        """Return the seconds for which one device computes in a step of `share` rows.
 
-        The rows are divided into `passes` passes. With `busy_together`, other devices compute at
-        the same time.
+        The rows are divided into `passes` passes. If `busy_together`, other devices compute at the
+        same time, which may slow this one down (contention).
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -269,7 +282,10 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time of each of `processes` training runs on one device, in seconds."""
+        """Return the step time in seconds of each of `processes` training runs on one device.
+
+        If `busy_together`, other devices compute at the same time.
+        """
         return (
             processes
             * self.device_seconds(position, share, busy_together)
@@ -277,31 +293,35 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
-        """Return the placement with this name; None if the machine has none."""
+        """Return the placement with this name; None if the machine has no such placement."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Return the seconds per step that these devices spend synchronizing."""
+        """Return the seconds per step that the devices at the positions `active` synchronize."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time: the noisiest active device's."""
+        """Return the relative standard deviation of a step time: that of the noisiest device.
+
+        `shares` has the rows of each device; devices without rows don't count.
+        """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
             default=0.0,
         )
 
     def memory_bytes(self, position: int, rows: int) -> int:
-        """Return the peak memory of one device that computes these rows in one pass."""
+        """Return the peak memory in bytes of one device that computes these rows in one pass."""
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return the peak memory of a device in sharded training, for these rows in one pass.
+        """Return the peak memory in bytes of a device in sharded training, for one pass of rows.
 
-        The device holds the fraction `part` of the model's state. With `in_passes`, it also holds
-        the gradients of other passes. Raises ValueError if the machine file describes no shards.
+        The device holds the fraction `part` of the model's state. If `in_passes`, the step has
+        several passes, so the device also holds the gradients of the other ones. Raises ValueError
+        if the machine file describes no shards.
         """
         shards = self.shards
         if shards is None:
@@ -313,13 +333,16 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return the memory that a training process can use on the device, within its limit."""
+        """Return the memory in bytes that a training process can use on a device.
+
+        It is within the device's limit.
+        """
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of the usable memory other processes take at this time."""
+        """Return how many bytes of a device's usable memory other processes take at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )
@@ -327,7 +350,7 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """Return the fraction of its speed that the device loses to events at this time."""
+        """Return the fraction of its speed that a device loses to events at this time."""
         if not self.events:
             return 0.0
         return max(
@@ -336,12 +359,15 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def lost(self, position: int, at_seconds: float) -> bool:
-        """True if the device has failed by this time."""
+        """True if an event has made the device fail at this time."""
         return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
 
 
 def check_rising(key: str, points: Points) -> None:
-    """Raise ValueError unless the sizes of the points rise strictly."""
+    """Raise ValueError unless the sizes of the points are strictly ascending.
+
+    `key` is the file's key, for the message.
+    """
     for (size0, _), (size1, _) in pairwise(points):
         if size1 <= size0:
             raise ValueError(
@@ -350,10 +376,10 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """Return the value at `batch`, interpolated linearly between the points.
+    """Return the value at `batch`, interpolated linearly between the points (batch, value).
 
-    Outside the points, the line through the two nearest points is extended, or the nearest value is
-    kept if that line falls.
+    Outside the points, the line through the two nearest points is extended. If that line is
+    falling, the nearest value is used instead.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

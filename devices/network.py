@@ -1,7 +1,7 @@
-"""The network between hosts: interfaces, reachability and addresses to listen on.
+"""The network between hosts: interfaces, reachability, and addresses to listen on.
 
-It finds the interface through which this host reaches another, checks whether ports can be reached,
-and whether a request was addressed to this machine's loopback.
+The module finds the interface through which this host reaches another host, and checks whether
+ports can be reached and whether a request was addressed to this machine's loopback.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ Endpoint = tuple[str, int]  # a host's address, and a port
 def loopback_interface() -> dict[str, str]:
     """Return the environment variables that restrict gloo and NCCL to this machine.
 
-    They override the environment's own, which may be for other training runs.
+    They take precedence over inherited variables, which may be meant for other training runs.
     """
     return dict.fromkeys(VARIABLES, "lo")
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use the interface to the other
-    hosts.
+    """Return the environment variables that make gloo and NCCL use the right interface.
 
-    Variables that are already set are left out.
+    It is the one through which this host (`host`) reaches the other `hosts`. Variables that are
+    already set are left out. Return an empty dictionary if there are no other hosts or no route to
+    them.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""
@@ -49,9 +50,9 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the interface through which packets to `host` leave.
+    """Return the name of the interface through which packets to `host` leave this machine.
 
-    Return an empty string if there is no route.
+    Return "" if there is no route.
     """
     own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
@@ -62,7 +63,7 @@ def find_interface(host: str) -> str:
 
 
 def find_source_address(host: str) -> str:
-    """Return this machine's source address for packets to `host`; empty if there is no route."""
+    """Return this machine's source address for packets to `host`; "" if there is no route."""
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # on a UDP socket: chooses the route, sends nothing
@@ -71,9 +72,9 @@ def find_source_address(host: str) -> str:
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
-    """Return the address at which the other hosts, which know this host as `host`, can reach it.
+    """Return the address at which the other hosts can reach this host, which they know as `host`.
 
-    The name of a machine often resolves to loopback (127.0.1.1 on Debian). In that case, return the
+    A machine's own name often resolves to loopback (127.0.1.1 on Debian). In that case, return the
     source address of packets to the other hosts.
     """
     named = [str(address[0]) for *_, address in resolve(host)]
@@ -85,9 +86,10 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Listens on a free port of a host's address, and on the rendezvous port if that is free.
+    """Listens on a free port of `address`, and on the rendezvous port if that is free.
 
-    The kernel accepts connections; nothing is read from them.
+    Other hosts connect to these ports to check that this host can be reached. The kernel accepts
+    the connections; nothing is read from them.
     """
 
     def __init__(self, address: str) -> None:
@@ -99,7 +101,7 @@ class Listener:
             )
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the address and ports on which the listener waits."""
+        """Return the pairs of address and port on which this listener listens."""
         return [(self._address, sock.getsockname()[1]) for sock in self._sockets]
 
     def close(self) -> None:
@@ -109,7 +111,7 @@ class Listener:
 
 
 def find_unreachable(endpoints: Sequence[Endpoint]) -> list[tuple[Endpoint, str]]:
-    """Return the addresses and ports to which this host can't connect, each with the reason."""
+    """Return the endpoints to which this host can't connect, each with the reason."""
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, endpoints))
     return [(endpoint, fault) for endpoint, fault in zip(endpoints, faults, strict=True) if fault]
@@ -124,21 +126,21 @@ def _try_connecting(endpoint: Endpoint) -> str:
 
 
 class Address(NamedTuple):
-    """The host and port on which a server listens."""
+    """The IP address and the port on which a server listens."""
 
     host: str
     port: int
 
     @property
     def authority(self) -> str:
-        """The address as written in a URL."""
+        """The address as written in a URL: an IPv6 address is in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str, option: str) -> Address:
-    """Return the address in a text such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`.
+    """Parse an address such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`.
 
-    Raises RequestError for anything else.
+    Raises RequestError for any other text; `option` is the option's name, for the message.
     """
     try:
         parts = urlsplit(f"//{text}")
@@ -157,10 +159,10 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host from a URL or Host header, with or without a port, is this machine's loopback.
+    """True if a host from a URL or Host header is this machine's loopback; it may have a port.
 
-    A web page elsewhere can make a browser send a request here under the page's own host name,
-    but not under a loopback name.
+    A web page elsewhere can make a browser send a request to this machine, but only under the
+    page's own host name, not under a loopback name.
     """
     try:
         name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""

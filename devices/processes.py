@@ -1,7 +1,7 @@
-"""The host's CPUs, memory and processes, read from the kernel, and signals to processes.
+"""Reads the host's CPUs, memory and processes from the kernel, and sends signals to processes.
 
-A process is identified by its pid and start time, so a signal reaches only the
-process that the user confirmed.
+A process is identified by its pid and start time, so that a signal reaches only the process that
+the user confirmed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks; otherwise the first sample woul
 
 
 class HostMeter:
-    """Samples the host, and keeps the load of each CPU from the latest sample."""
+    """Samples the host's CPU and memory use.
+
+    `by_cpu` has the load of each logical CPU at the latest sample.
+    """
 
     def __init__(self) -> None:
         self._name = clean_text(socket.gethostname())
@@ -41,7 +44,7 @@ class HostMeter:
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first sample
 
     def read(self) -> HostSample:
-        """Return the host's sample at this moment."""
+        """Return a sample of the host; CPU use is the mean since the previous sample."""
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
             self._cpus = tuple(_online_cpus(len(percents)))
@@ -58,14 +61,17 @@ class HostMeter:
 
 
 def _online_cpus(count: int) -> Iterable[int]:
-    """Return the numbers of the CPUs that psutil lists, which may have gaps."""
+    """Return the numbers of the `count` CPUs that psutil lists; the numbers may have gaps."""
     with suppress(OSError, ValueError):
         return parse_cpu_list(ONLINE.read_text())
     return range(count)
 
 
 class ProcessReading(msgspec.Struct, frozen=True):
-    """A process's owner, command, CPU and memory use; unknown facts are empty."""
+    """What is known about a process: its owner, command, CPU use and memory use.
+
+    Unknown texts are empty.
+    """
 
     pid: int
     start_time: float = 0.0  # Unix time in seconds; 0: unknown
@@ -77,7 +83,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """The previous reading of a process, with what is needed to compute its CPU use."""
+    """The previous reading of a process, with what is needed to compute its CPU use since."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid
@@ -86,7 +92,7 @@ class _LastReading(NamedTuple):
 
 
 class ProcessTable:
-    """Reads the owner, command and resource use of processes.
+    """Reads the owner, command, CPU use and memory use of processes.
 
     Owner and command are looked up once per process. CPU and memory use are read from
     /proc/PID/stat alone, because psutil would read three files.
@@ -98,7 +104,7 @@ class ProcessTable:
     def look(self, pid: int) -> ProcessReading:
         """Return what is known about the process `pid`.
 
-        Only the pid may be known for processes of other containers or users.
+        Of a process of another container or user, only the pid may be known.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()
@@ -127,7 +133,7 @@ class ProcessTable:
         )
 
     def forget_others(self, pids: Iterable[int]) -> None:
-        """Forget all processes except those with these pids."""
+        """Forget all processes except those with these pids, to free their memory."""
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
 
 
@@ -139,9 +145,9 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Return the text without characters that could control a terminal or reverse its direction.
+    """Return `text` without characters that could control a terminal or reverse its direction.
 
-    It is cut to at most 4096 characters.
+    The result has at most `LONGEST_COMMAND` characters.
     """
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 
@@ -151,11 +157,11 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send SIG`name` to the process of this row.
+    """Send the signal SIG`name`, such as SIGTERM for "TERM", to the process of this row.
 
-    Raises RequestError if the process has ended, its pid now belongs to another process, or
-    it can't be signalled. A pidfd is held while the start time and owner are checked, so the
-    pid can't be reused meanwhile.
+    Raises RequestError if the process has ended, if its pid now belongs to another process, or if
+    this user may not signal it. A pidfd is held while the start time and owner are checked, so that
+    the pid can't be reused meanwhile.
     """
     if row.host:
         raise RequestError(

@@ -1,6 +1,6 @@
 """The kinds of devices that evener supports, and the environment of a child process.
 
-The environment confines a child to its own devices. To add a maker, add a line to BACKENDS.
+To add a maker of devices, add a line to BACKENDS.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BACKENDS = {
 
 
 def find_backend(kind: str) -> Backend:
-    """Return the backend for this kind of devices.
+    """Return the backend, the object that implements this kind of devices.
 
-    Raises RequestError if this version of evener has none, for example for the journal of a newer
-    version.
+    `kind` is a key of BACKENDS. Raises RequestError for any other kind, which may occur in a
+    journal that a newer version of evener has written.
     """
     if kind not in BACKENDS:
         raise RequestError(
@@ -50,30 +50,32 @@ def all_backends() -> tuple[Backend, ...]:
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """Return the maker of the first device that has one; empty if none has."""
+    """Return the maker's name of the first device that has a maker, such as "NVIDIA"; else ""."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the device with this label or id, such as GPU:0 or sim-0-t4.
+    """Return the kind of the device with this label or id, such as "gpu" for GPU:0.
 
-    It is the lower-case prefix. An id may start with its maker's word instead, such as MIG.
+    It is the lower-case prefix, so sim-0-t4 gives "sim". The id of a GPU may give its maker's
+    prefix instead, such as "mig".
     """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
 
 def is_simulated(names: Iterable[str]) -> bool:
-    """True if any of these labels or ids belongs to a simulated device."""
+    """True if any of these labels or ids is that of a simulated device."""
     return any(
         find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS
     )
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """Return this machine's devices that the terms, all of one kind, name, in order.
+    """Return the devices of this machine that the terms name, in the terms' order.
 
-    The environment `variables` may hide some.
+    All terms must be of one kind. The environment `variables` may hide some devices. The kind
+    "auto" means accelerators or, if there are none, CPU slices.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -89,7 +91,10 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices for a machine without other devices, with a note that says why."""
+    """Return CPU slices for a machine without other devices, with a note that says so.
+
+    `why` says why there are no other devices.
+    """
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
@@ -100,7 +105,7 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """Return a source that samples devices of this machine.
+    """Return a source that samples these devices, which must be on this machine.
 
     Raises DeviceError if their driver has gone since they were found.
     """
@@ -115,7 +120,7 @@ def _load(place: str) -> Backend:
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
-    """Return the environment of a child that trains on `devices`.
+    """Return the environment of a child process that trains on `devices` and sees no others.
 
     `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a device has a limit that
     can't be enforced, and ValueError if the devices are of several kinds.
@@ -132,11 +137,11 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return the PYTHONPATH for a child that has to import the same evener.
+    """Return the PYTHONPATH for a child process that must import the same evener as this process.
 
-    If `evener` was found through a folder on `sys.path`, that folder comes first. An editable
-    install needs no folder: the checkout's folder would also expose its other packages, which may
-    clash with packages of the user, such as a folder `workloads`.
+    `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
+    that directory comes first. An editable install needs no directory: that of the checkout would
+    also expose its other packages, such as `workloads`, which may clash with the user's.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

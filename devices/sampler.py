@@ -1,4 +1,4 @@
-"""Sample a source on a separate thread, keep a history and notify a subscriber.
+"""Samples a source in a separate thread, keeps a history, and notifies a subscriber.
 
 If the source hangs, neither readers of the history nor the subscriber are blocked.
 """
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Polls a source on one thread, and calls the subscriber from its own threads, one call at a
-    time.
+    """Samples a source at regular intervals, and calls the subscriber with each snapshot.
 
-    Ticks come at whole intervals from the start; ticks missed by a slow source are skipped.
+    Both happen in the sampler's own threads; the subscriber gets one call at a time. Ticks are at
+    whole intervals from the start, and ticks missed by a slow source are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -63,20 +63,20 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each device by id: the samples/s and the share of the probe on it.
+        """Set the load of each simulated device: the samples/s and the share of its probe, by id.
 
-        The samples/s are None while unknown. Only simulated devices use these loads; on real
-        devices the probes report their own samples/s.
+        The samples/s are None while unknown. A device that isn't in `loads` becomes idle. On real
+        devices this does nothing, because the probes report their own samples/s.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample immediately, and then one every interval.
+        """Take the first sample now, and then one at every interval.
 
-        `subscriber` receives every snapshot from now on. If the sampler has already started, this
-        only replaces the subscriber.
+        `subscriber` is called with every snapshot from now on. If sampling has already started,
+        only the subscriber is replaced.
         """
         self._subscriber = subscriber or self._subscriber
         if self._threads[0].ident is None:
@@ -85,9 +85,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """Stop sampling; the polling thread closes the source.
+        """Stop sampling; the sampling thread closes the source.
 
-        Return False if the source still hangs after the wait.
+        Wait for that for at most `wait_seconds`, and return False if the source still hangs then.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -100,9 +100,9 @@ class Sampler:
         return not self._threads[0].is_alive()
 
     def latest(self) -> Snapshot | None:
-        """Return the newest snapshot, marked stale if the source is overdue.
+        """Return the newest snapshot; None before the first one.
 
-        Return None before the first snapshot.
+        If the source is overdue, the snapshot is marked as stale.
         """
         with self._lock:
             last = self._last
@@ -114,15 +114,15 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return one metric of one device over the newest ticks, oldest first.
+        """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
 
-        A tick without a current value is None.
+        `key` is that of a device or a training. A tick without a current value is None.
         """
         with self._lock:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times of the newest ticks, in seconds, oldest first."""
+        """Return the Unix times of the newest ticks, at most `newest` of them, the oldest first."""
         with self._lock:
             return self._history.times(newest)
 
@@ -156,7 +156,7 @@ class Sampler:
         self._notify(snapshot)
 
     def _watch(self) -> None:
-        """Send the subscriber a stale snapshot in each interval in which the source is overdue."""
+        """Send the subscriber a stale snapshot at each interval in which the source is overdue."""
         while not self._stop.wait(self.interval_seconds):
             latest = self.latest()
             if latest is not None and latest is not self._last:
@@ -173,9 +173,9 @@ class Sampler:
 
 
 class History:
-    """The readings of the last ticks, stored as one column of values for each metric of a device.
+    """The values of the last ticks, stored as one column for each metric of a device.
 
-    Not thread-safe.
+    It keeps at least the last `ticks` ticks. It isn't thread-safe.
     """
 
     def __init__(self, ticks: int) -> None:
@@ -185,7 +185,7 @@ class History:
         self.count = 0  # number of ticks so far, including dropped ones
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the readings of one tick."""
+        """Add the readings of a snapshot as one tick."""
         before = len(self._times)
         self._times.append(snapshot.at_seconds)
         self.count += 1
@@ -213,7 +213,7 @@ class History:
             column[before] = value  # two reports of one training run
 
     def _forget(self) -> None:
-        """Drop the older half of the ticks, and metrics without a value since then."""
+        """Drop the oldest ticks, and metrics that have had no value since."""
         del self._times[: -self._most]
         for column in self._columns.values():
             del column[: -self._most]
@@ -224,9 +224,9 @@ class History:
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return the newest values of a metric, oldest first.
+        """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
 
-        Each tick without a value is None.
+        A tick without a value is None.
         """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
@@ -235,7 +235,7 @@ class History:
         return tuple([None if value != value else value for value in column[len(column) - kept :]])
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the Unix times of the newest ticks, in seconds, oldest first."""
+        """Return the Unix times of the newest ticks, at most `newest` of them, the oldest first."""
         kept = self._kept(newest)
         return tuple(self._times[len(self._times) - kept :])
 
@@ -246,7 +246,10 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return the snapshot with every value marked as stale, and a note that gives the reason."""
+    """Return the snapshot with every value marked as stale, and with a note.
+
+    `age_seconds` is the snapshot's age, and `why` the reason for the note.
+    """
     note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(
@@ -268,7 +271,7 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return the sampler for `--devices`, and the devices that a search may use.
+    """Return a sampler for the value of `--devices`, and the devices that a search may use.
 
     Raises RequestError or DeviceError as `discover` does.
     """
@@ -277,9 +280,9 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the devices that a search may use.
+    """Return those of the sampled devices that a search may use.
 
-    The monitor shows every GPU, but an environment variable may hide some from frameworks.
+    The monitor shows every GPU, but an environment variable may hide some of them from frameworks.
     """
     if not devices or devices[0].host:
         return devices

@@ -1,11 +1,12 @@
-"""Simulated devices: machines read from a TOML file or the built-in catalogue.
+"""Simulated devices: machines described by a TOML file or the built-in catalogue.
 
 Their readings are computed; nothing is measured. Files are read strictly: every fault raises a
-RequestError that names the file, the device and the key. Readings are derived from two properties
-of a load: `busy`, the fraction of time in which the device computes, and `effort`, its samples/s
-relative to its maximum. `busy` determines what monitors call utilization and `effort` determines
-most of the power; the temperature follows the power with a lag. A small batch therefore shows 95 %
-utilization at half the power, as on real GPUs.
+RequestError that names the file, the device and the key.
+
+Readings are derived from two properties of a load: `busy`, the fraction of time in which the device
+computes, and `effort`, its samples/s relative to its maximum. `busy` determines what monitors call
+utilization, and `effort` determines most of the power; the temperature follows the power with a
+lag. So a small batch shows 95 % utilization at half the power, as on real GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine file, with its keys as fields."""
+    """The contents of a machine file; its fields are the file's keys."""
 
     device: tuple[SimulatedDevice, ...] = ()
     sync: Sync = Sync()  # absent: synchronization costs nothing
@@ -60,16 +61,20 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
-    """Return the machine that a TOML file describes.
+    """Return the machine that the TOML file at `path` describes.
 
-    Raises RequestError, which says what is wrong and where.
+    Raises RequestError, which says what is wrong and where, if the file can't be read or is
+    invalid.
     """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
 
 
 def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
-    """Return the machine described by a file's bytes; `source` names the file in errors."""
+    """Return the machine that a file's contents describe; `source` names the file in errors.
+
+    Raises RequestError if the contents are invalid.
+    """
     data = _decode(text, source)
     file = _convert(data, MachineFile, source)
     if not file.device:
@@ -92,8 +97,9 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError unless placements and events refer to existing devices, and names are
-    unique.
+    """Raise RequestError if a placement or event refers to a device that doesn't exist.
+
+    Placements must also have different names.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
@@ -115,10 +121,10 @@ def _check_positions(file: MachineFile, source: str) -> None:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """Return a machine of catalogue devices.
+    """Return a machine with these devices of the built-in catalogue.
 
     Devices of different kinds synchronize at the cost of the most expensive kind. Raises
-    RequestError for an unknown name.
+    RequestError for an unknown name, or if no name is given.
     """
     entries, default = _entries()
     for name in names:
@@ -181,7 +187,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain(message: str, table: Any, where: str) -> str:
-    """Return msgspec's message with the table, the key and its value in front."""
+    """Return msgspec's error message, preceded by the table, the key and its value."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -224,7 +230,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """The load of training on a simulated device, from which its readings are derived."""
+    """What a simulated device computes at a time, from which its readings are derived."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes
@@ -234,9 +240,9 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's loads between two readings, so that work in between is included.
+    """Averages a device's load between two readings, so that work in between isn't missed.
 
-    Times are in seconds, by the source's clock.
+    Times are in seconds of the source's clock.
     """
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
@@ -245,7 +251,7 @@ class _LoadMeter:
         self._past: list[tuple[float, SimulatedLoad]] = []  # seconds of each load until now
 
     def change(self, load: SimulatedLoad, now: float) -> None:
-        """Set the device's load from `now` on."""
+        """Set the device's load from the time `now` on."""
         self._note(now)
         self._load = load
 
@@ -287,9 +293,9 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """A source of samples for a Machine.
+    """A source that samples the devices of a simulated machine.
 
-    The same seed and times give the same readings, and `set_load` is thread-safe.
+    The same seed and times give the same readings. `set_load` is thread-safe.
     """
 
     def __init__(
@@ -315,15 +321,15 @@ class SimulatedSource:
         ]
 
     def devices(self) -> tuple[Device, ...]:
-        """The simulated devices, in order."""
+        """The devices of the machine, in order."""
         return self._devices
 
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Make a device train at this rate from now on, with `share` samples a step.
+        """Make a device train from now on, with `share` samples per step.
 
-        If the rate is None, it trains at its own speed; at 0 samples/s it idles.
+        At None samples/s, it trains at its own speed; at 0 samples/s, it is idle.
         """
         if samples_per_second is not None:
             rate = max(0.0, samples_per_second)
@@ -345,12 +351,12 @@ class SimulatedSource:
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
-        """Do nothing: this source holds nothing open."""
+        """Do nothing, because this source holds nothing open."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this rate, with `share` samples a step.
+        """Return the load of a device that trains at this rate, with `share` samples per step.
 
-        The busy fraction is the steps per second times the seconds per step.
+        The fraction of busy time is the number of steps per second times the seconds per step.
         """
         physics = self.machine.devices[position]
         busy = 0.0
@@ -366,9 +372,9 @@ class SimulatedSource:
         )
 
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return one device's sample.
+        """Return one device's sample for this load.
 
-        With `together` False, the device trains alone and has no link traffic.
+        `together` is True if several devices train; a device that trains alone has no link traffic.
         """
         device = self._devices[position]
         state = self._states[position]
@@ -418,14 +424,17 @@ def _noisy(share: float, jitter: float) -> float:
 
 
 class SimulatedDevices(Backend):
-    """Devices from the catalogue or from a machine file."""
+    """The backend for devices of the catalogue and of machine files."""
 
     kind = "sim"
     own_memory = False
     simulated = True
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the catalogue devices that the terms name, or all devices of a machine file."""
+        """Return the catalogue's devices that the terms name, or all devices of a machine file.
+
+        Raises RequestError for an unknown name, an invalid file, or a file among other terms.
+        """
         files = [
             term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick
         ]
@@ -445,12 +454,12 @@ class SimulatedDevices(Backend):
         return Discovery(machine.described(), (), machine)
 
     def write_term(self, device_id: str) -> str:
-        """Raise DeviceError, because nothing can be launched on a simulated device."""
+        """Raise DeviceError, because no training can be launched on a simulated device."""
         raise DeviceError(
             f"The plan is for a simulated device, {device_id}.", "Make one for real devices."
         )
 
     def open_source(self, found: Discovery) -> Source:
-        """Return a source whose readings are computed from the machine's physics."""
+        """Return a source that computes the readings of the found machine's devices."""
         assert found.machine is not None
         return SimulatedSource(found.machine)

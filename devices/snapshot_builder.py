@@ -1,4 +1,4 @@
-"""Build the parts of a snapshot that every source needs: the host's sample and the processes.
+"""Builds the parts of a snapshot that every source needs: the host's sample and the processes.
 
 The samples/s of processes come from the reports that training processes write, and are assigned to
 the devices of this machine.
@@ -37,7 +37,10 @@ class DeviceUse(msgspec.Struct, frozen=True):
 
 
 class SnapshotBuilder:
-    """Builds a snapshot from a source's samples, tick by tick. Not thread-safe."""
+    """Builds a snapshot from a source's samples at each tick. It isn't thread-safe.
+
+    `rates` reads the reports of training processes, and `clock` returns the time in seconds.
+    """
 
     def __init__(
         self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
@@ -50,7 +53,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """Begin a tick, and return its time by the clock."""
+        """Begin a tick, and return its time on the clock."""
         now = self.clock()
         self.interval_seconds = max(0.0, now - self._started)
         self._started = now
@@ -66,8 +69,8 @@ class SnapshotBuilder:
     ) -> Snapshot:
         """Return the snapshot of this tick.
 
-        `seen` holds the driver's processes by device id. `host` is the sample of the host if it has
-        already been taken.
+        `seen` has the processes that the driver reports, by device id. `host` is the sample of the
+        host; if it is None, the sample is taken now.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)
@@ -86,9 +89,10 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Return the samples with samples/s filled in, and a row for each known process.
+        """Return the samples with their samples/s, and a row for each known process on each device.
 
-        A process is known if the driver reports it or if it writes reports of its own.
+        A process is known if the driver reports it (`seen`, by device id) or if it writes reports
+        of its own.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
@@ -110,8 +114,9 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: first the driver's, then others with reports of their
-    own.
+    """Return the processes on one device: those that the driver reports, then other reporting ones.
+
+    The latter write reports of their own, from which `rates` was computed.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
@@ -154,9 +159,10 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """The samples/s of each training run on each device.
+    """The samples/s of each training process on each device.
 
-    Reports are read at most twice a second.
+    `read` returns the reports of training processes; it is called at most every
+    `READ_PERIOD_SECONDS`.
     """
 
     def __init__(
@@ -176,9 +182,8 @@ class TrainingRates:
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
         """Return the samples/s of each training process on each device.
 
-        `pids` holds the pids that the driver reports, by device id. The samples/s of a
-        training run that names no device are divided equally among the devices on which
-        the driver reports its process.
+        `pids` has the pids that the driver reports, by device id. If a report names no device, its
+        samples/s are divided equally among the devices on which the driver reports the process.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -208,7 +213,10 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Return the process's tokens/s and its padding in percent, as of the last `by_process`."""
+        """Return the tokens/s of a process and its padding in percent, as of the last `by_process`.
+
+        Both are unsupported readings if the process reports no tokens.
+        """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
             return UNSUPPORTED, UNSUPPORTED
@@ -221,9 +229,10 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of samples/s as a reading; stale if even the newest part is old.
+    """Return the sum of samples/s as a reading; it is stale if all parts are old.
 
-    Each part is a pair of samples/s and age.
+    Each part is a pair of samples/s and age in seconds. Old parts are left out if others are not
+    old.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -234,7 +243,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training run's device with the id of its index on this machine.
+    """Return a training's device with the id that belongs to its index on this machine.
 
     A device that already has an id is returned unchanged.
     """
@@ -246,12 +255,12 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return the training run with its devices identified by this machine's ids.
+    """Return a training's report with its devices identified by the ids of this machine.
 
-    Devices that aren't on this machine are unchanged, and so is a device with an id. A bare index
-    is the framework's own numbering, which CUDA_VISIBLE_DEVICES shifts. Bare indices are matched to
-    the GPUs on which the driver reports the process if there are equally many, and to the driver's
-    numbering otherwise.
+    Devices that have an id already or aren't on this machine stay unchanged. A device given only by
+    an index has the framework's own number, which CUDA_VISIBLE_DEVICES shifts. Such indices are
+    matched to the GPUs on which the driver reports the process (`pids`, by device id) if there are
+    equally many, and to the driver's own numbers otherwise.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -270,10 +279,10 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each of the framework's own indices in `bare`.
+    """Return the device for each of the framework's own indices `bare`.
 
-    If `seen` has as many devices, they are matched in order; otherwise the indices are the
-    driver's.
+    If `seen`, the devices on which the driver reports the process, are equally many, they are
+    matched in order. Otherwise the indices are taken to be the driver's.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

@@ -56,9 +56,9 @@ _LIMIT_WITHOUT_AT = re.compile(  # a machine file may have such a name
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
-    """Return the terms of a request, all of one kind.
+    """Return the terms of a request, which are all of one kind.
 
-    Raises RequestError, which names a term that can't be parsed.
+    Raises RequestError, which names the term that can't be parsed or combined with the others.
     """
     terms: list[Term] = []
     for text in spec.split(","):
@@ -68,7 +68,7 @@ def parse_request(spec: str) -> tuple[Term, ...]:
 
 
 def _check_together(terms: Sequence[Term], spec: str) -> None:
-    """Raise RequestError if the terms can't be combined in one request."""
+    """Raise RequestError if these terms can't be combined in one request."""
     if len({term.host is None for term in terms}) > 1:
         raise RequestError(
             f"{spec!r} mixes this machine with the Ray cluster.",
@@ -129,7 +129,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Return the term of a device without a kind: an id, or a pick of the previous term's kind."""
+    """Return the term for a device without a kind: an id, or a pick of the previous term's kind.
+
+    `before` is the previous term, or None.
+    """
     if "-" in body:
         for backend in all_backends():
             if body.lower().startswith(backend.id_prefixes):
@@ -154,9 +157,9 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """Return the limit that the text after `@` specifies.
+    """Return the limit that `text`, the text after `@`, specifies.
 
-    Raises RequestError, which names a part that can't be parsed.
+    Raises RequestError, which names the part that can't be parsed.
     """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
@@ -179,7 +182,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def write_limit(limit: Limit) -> str:
-    """Return the text that `parse_limit` parses back into this limit; empty for no limit."""
+    """Return a limit as text that `parse_limit` can parse; "" if there is no limit."""
     parts = []
     if limit.percent is not None:
         # the shortest decimal, without an exponent

@@ -1,6 +1,6 @@
-"""Devices, their limits and their readings.
+"""Devices, their limits, and their readings.
 
-A reading holds a metric's value, or the reason why there is none.
+A reading is a metric's value, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit given after `@`: a share of a device's compute, a part of its memory, or both.
+    """A limit given after `@`: a percentage of a device's compute, a part of its memory, or both.
 
-    On a real device the limit is enforced.
+    On a real device, the limit is enforced.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
@@ -31,7 +31,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device of a request: a GPU, a CPU slice or a simulated device."""
+    """A device of a request: a GPU, a CPU slice or a simulated device."""
 
     # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, and the same after a
     # restart
@@ -47,32 +47,36 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a CPU slice, which owns cores, shares the host's memory and doesn't report
-        energy.
-        """
+        """True for a CPU slice, which owns cores and shares the host's memory."""
         return self.kind == "cpu"
 
     @property
     def label(self) -> str:
-        """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
+        """The short name for people, such as GPU:0, CPU:1 or SIM:0.
+
+        In a cluster, the host precedes it, as in 10.0.0.2/GPU:0.
+        """
         short = f"{self.kind.upper()}:{self.index}"
         # hosts in journals are untrusted text
         return f"{self.host}/{short}" if self.host and self.host.isprintable() else short
 
     @property
     def key(self) -> str:
-        """The device's id, prefixed with its host so that it is unique across hosts."""
+        """The device's id, preceded by its host if it has one, so that it is unique."""
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """The memory that a training process can use on the device, within its limit."""
+        """The memory that a training process can use on the device, within its limit.
+
+        It is None if both the memory and the limit are unknown.
+        """
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
 
 
 class Term(msgspec.Struct, frozen=True):
-    """One term of `--devices`; devices/terms.py defines the grammar."""
+    """One term of `--devices`, such as gpu:0@60%; devices/terms.py defines the grammar."""
 
     kind: str  # "auto", or a key of devices/registry.py
     pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
@@ -82,12 +86,12 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def limited(device: Device, limit: Limit) -> Device:
-    """Return the device with the limit set, or the device unchanged if the limit is empty."""
+    """Return the device with this limit; an empty limit leaves it unchanged."""
     return msgspec.structs.replace(device, limit=limit) if limit else device
 
 
 def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
-    """Return the devices of each host, in their order."""
+    """Return the devices by host, in their order; the host of local devices is ""."""
     hosts: dict[str, tuple[Device, ...]] = {}
     for device in devices:
         hosts[device.host] = (*hosts.get(device.host, ()), device)
@@ -95,7 +99,7 @@ def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
 
 
 class State(StrEnum):
-    """Says whether a metric has a value, and if it has none, why."""
+    """Whether a metric has a current value and, if not, why."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't report it
@@ -110,7 +114,7 @@ _VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
-    """One reading of a metric. `value` is None unless `state` is VALUE or STALE."""
+    """A reading of a metric. `value` is None unless `state` is VALUE or STALE."""
 
     state: State
     value: float | None = None
@@ -122,14 +126,14 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """Return this reading with another age and, if given, another state.
+        """Return this reading with another age and, unless `state` is None, another state.
 
         A reading without a value is returned unchanged.
         """
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
     def scaled(self, factor: float) -> Reading:
-        """Return this reading with its value multiplied by `factor`, to convert units."""
+        """Return this reading with its value multiplied by `factor`, to convert its unit."""
         return (
             self
             if self.value is None
@@ -144,14 +148,14 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """Return a reading with a current value."""
+    """Return a reading with this number as its current value."""
     return Reading(_VALUE, float(number), age_seconds)
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     """Every metric of one device at one tick.
 
-    Names give the units; percentages are from 0 to 100.
+    The names contain the units; percentages are from 0 to 100.
     """
 
     device: Device
@@ -186,7 +190,7 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One process on one device."""
+    """A process on one device at one tick; a process on several devices has several samples."""
 
     pid: int
     # Unix time in seconds, as psutil reports it; identifies a process together with the pid
@@ -206,7 +210,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU and memory use of the machine at one tick."""
+    """The CPU and memory use of a machine at one tick."""
 
     cpu_percent: float
     load_1min: float
@@ -217,7 +221,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tick of the sampler: everything the monitor shows."""
+    """Everything that the monitor shows at one tick, which is one sampling of all devices."""
 
     at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick
@@ -232,9 +236,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """A source of samples, taken once a tick.
+    """A source of samples for some devices.
 
-    It never raises for a device's failure, which the readings report instead.
+    It doesn't raise if a device fails; the readings report the failure instead.
     """
 
     def devices(self) -> tuple[Device, ...]:
@@ -247,4 +251,4 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """Release the driver."""
+        """Release the driver and other resources."""

@@ -1,6 +1,7 @@
-"""Start one actor on each host, which reserves the host's GPUs and runs evener's code there.
+"""Starts one actor on each host, which reserves the host's GPUs and runs evener's code there.
 
-A call to a host that has gone or doesn't answer raises HostLostError.
+An agent is this process's handle of such an actor. A call to a host that has gone or doesn't answer
+raises HostLostError.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _agents: dict[str, Agent] = {}  # of this process, by host
 
 
 class HostLostError(DeviceError):
-    """A host has left the cluster, or no longer answers."""
+    """Raised if a host has left the cluster or no longer answers.
+
+    `why` is the end of a sentence that begins with the host.
+    """
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"its host {host} {why}", "Check it with ray status.")
@@ -47,14 +51,14 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """The actor on a host has ended, for example because Ray's memory monitor killed it.
+    """Raised if the actor on a host has ended, for example because Ray's memory monitor killed it.
 
-    The host itself may be alive.
+    The host itself may be alive, so a new actor can be started there.
     """
 
 
 class HostActor:
-    """The object inside the actor, which calls functions and keeps objects between calls."""
+    """The object inside an actor; it calls functions, and keeps objects between calls."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself; children would inherit it
@@ -63,25 +67,28 @@ class HostActor:
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
 
     def gpu_ids(self) -> tuple[str, ...]:
-        """Return the GPUs that Ray reserves for this actor, as written in CUDA_VISIBLE_DEVICES."""
+        """Return the GPUs that Ray reserves for this actor, as CUDA_VISIBLE_DEVICES names them."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of evener on this host, and return its result."""
+        """Call a function on this host, and return its result."""
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Create an object and keep it under a name."""
+        """Create an object by calling `make`, and keep it under `name`."""
         self._kept[name] = make(*arguments)
 
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a kept object, or of one of its attributes, as in "local.read"."""
+        """Call a method of the object kept under `name`, and return its result.
+
+        `method` may also be that of one of the object's attributes, as in "local.read".
+        """
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close and forget the object kept under this name, if there is one."""
+        """Close and forget the object kept under `name`; do nothing if there is none."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()
@@ -99,7 +106,11 @@ def _end_with_parent() -> None:
 
 
 class Agent:
-    """This process's handle of the actor on one host."""
+    """This process's handle of the actor on one host.
+
+    If `reserves`, the actor reserves the host's free GPUs. `generation` says how often the actor
+    has been restarted, so that only one of several threads restarts it.
+    """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
         self.node = node
@@ -114,16 +125,16 @@ class Agent:
         self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the actor's method without waiting; `finish` returns the answer."""
+        """Start a call of the actor's method without waiting; pass the result to `finish`."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Return the answer to a call, or raise what the call raised on the host.
+        """Return the result of a call, or raise what the call raised on the host.
 
-        Return None if `stop` is set first. Raises HostLostError if the host has gone or
-        doesn't answer within `seconds`.
+        Return None if `stop` is set before the call ends. Raises HostLostError if the host has gone
+        or doesn't answer within `seconds`, and ActorLostError if only its actor has ended.
         """
         import ray
 
@@ -150,11 +161,11 @@ class Agent:
             raise HostLostError(self.host, _explain_failure(error)) from None
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of evener on the host, and return its result."""
+        """Call a function on the host, and return its result."""
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
-        """Create an object on the host, and return a handle.
+        """Create an object on the host by calling `make` there, and return a handle of it.
 
         Closing the handle closes the object.
         """
@@ -164,16 +175,17 @@ class Agent:
         return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
-        """Close an object on the host, unless the host has gone."""
+        """Close the object kept under `name` on the host; do nothing if the host has gone."""
         self._kept.pop(name, None)
         with suppress(HostLostError):
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Replace the dead actor of this generation by a new one, and recreate the objects it kept.
+        """Replace the host's dead actor by a new one, and recreate the objects that it kept.
 
-        Return False if the host has gone, if no new actor can be started, or if the actor has been
-        restarted too often.
+        `generation` is that of the dead actor; nothing is done if another thread has replaced it
+        already. Return False if the host has gone, if no new actor can be started, or if the actor
+        has been restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -193,7 +205,7 @@ class Agent:
             return True
 
     def alive(self) -> bool:
-        """True if the actor still answers."""
+        """True if the actor answers within `ALIVE_SECONDS`."""
         try:
             self.finish(self.begin("gpu_ids"), ALIVE_SECONDS)
         except HostLostError:
@@ -203,7 +215,7 @@ class Agent:
     def hold_cpus(self, wanted: float) -> float:
         """Reserve this many of the node's CPUs, or as many as other jobs leave free.
 
-        Return how many are missing.
+        Return how many of the wanted CPUs couldn't be reserved.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
@@ -226,7 +238,7 @@ class Agent:
                 self._held_cpus = cpus
 
     def end(self) -> None:
-        """End the actor, the processes it started and its reservations."""
+        """Kill the actor and the processes it started, and end its reservations."""
         import ray
 
         self._reserve(0.0)
@@ -234,7 +246,7 @@ class Agent:
 
 
 class RemoteObject:
-    """A handle of an object that an agent keeps on its host."""
+    """A handle of an object that an actor keeps on its host."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent = agent
@@ -242,19 +254,19 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """The generation of the actor that keeps the object."""
+        """The generation of the actor that keeps the object, which grows with each restart."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Recreate the object in a new actor, as `Agent.restart` does."""
+        """Recreate the object in a new actor, as `Agent.restart` does; return False if it fails."""
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the object's method without waiting; `finish` returns the answer."""
+        """Start a call of the object's method without waiting; pass the result to `finish`."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """Return the answer to a call that `begin` started."""
+        """Return the result of a call that `begin` started, as `Agent.finish` does."""
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -264,19 +276,19 @@ class RemoteObject:
         seconds: float = ANSWER_SECONDS,
         stop: threading.Event | None = None,
     ) -> Any:
-        """Call a method of the object and wait for the answer, as `Agent.finish` does."""
+        """Call a method of the object and return its result, as `Agent.finish` does."""
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
     def close(self) -> None:
-        """Close the object on its host, unless the host has gone."""
+        """Close the object on its host; do nothing if the host has gone."""
         self._agent.drop(self._name)
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Return an agent on each node, an existing one if it still answers.
+    """Return an agent for each node; an existing agent is reused if it still answers.
 
-    Raises DeviceError, which names a host on which none can be started. With `reserve`, each agent
-    reserves all GPUs of its node that no other job holds.
+    If `reserve`, each agent reserves all GPUs of its node that no other job holds. Raises
+    DeviceError with the name of a host on which no actor can be started.
     """
     agents = []
     for node in nodes:
@@ -307,8 +319,8 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """Run a function on every host at the same time, and return the results by agent.
 
-    Each call gets the entry of `given` for its host. With `held`, the function also gets the ids of
-    the GPUs that the agent reserves, else None. A RequestError raised on a host is raised here,
+    The function's arguments are the entry of `given` for the host and, if `held`, the ids of the
+    GPUs that the agent reserves, else None. If it raises a RequestError, the error is raised here
     with the name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
@@ -320,7 +332,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the answer to a call. A RequestError from the host is raised with the host's name."""
+    """Return the result of a call; a RequestError from the host is raised with the host's name."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -333,7 +345,10 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """Return the agent that was started on the host. Raises HostLostError if there is none."""
+    """Return the agent that was started on the host.
+
+    Raises HostLostError if there is none.
+    """
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -341,7 +356,7 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """Return a new actor on the node, which reserves this number of its GPUs."""
+    """Start an actor on the node, which reserves `gpus` of its GPUs; return Ray's handle."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -358,7 +373,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, as the end of a sentence."""
+    """Return why a host can't be called, as the end of a sentence that begins with the host."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

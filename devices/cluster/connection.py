@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster.
+"""Connects this process to a Ray cluster, and lists the cluster's nodes.
 
 Every connection problem is reported within seconds, in one message.
 """
@@ -38,10 +38,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Join the cluster at `address`, at RAY_ADDRESS or on this machine.
+    """Connect this process to the cluster at `address`; do nothing if it is connected already.
 
-    Do nothing if already connected. Raises RequestError if Ray isn't installed, and DeviceError if
-    the cluster doesn't exist or can't be used by this process.
+    The default for `address` is RAY_ADDRESS, else this machine's cluster. Raises RequestError if
+    Ray isn't installed, and DeviceError if the cluster doesn't exist or this process can't use it.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -64,7 +64,7 @@ def connect(address: str = "") -> None:
 def list_nodes() -> tuple[Node, ...]:
     """Return one live node for each host, sorted by address.
 
-    A node that has just ended may still be listed.
+    A node that has only just ended may still be listed.
     """
     import ray
     from ray._private.state import available_resources_per_node
@@ -88,7 +88,7 @@ def list_nodes() -> tuple[Node, ...]:
 
 
 def check_head() -> None:
-    """Raise DeviceError if the head of this process's cluster no longer accepts connections."""
+    """Raise DeviceError if the cluster's head node no longer accepts connections."""
     import ray
 
     host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
@@ -103,9 +103,9 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Join the cluster on a separate thread.
+    """Connect to the cluster in a separate thread, for at most `CONNECT_SECONDS`.
 
-    On the main thread Ray would wait for a minute and replace the signal handlers.
+    In the main thread, Ray would wait for a minute and replace the signal handlers.
     """
     import ray
     from ray._private import worker
@@ -151,9 +151,9 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise DeviceError unless a gRPC server listens at the address.
+    """Raise DeviceError unless a gRPC server, such as Ray's, listens at the address.
 
-    Raises RequestError if the text isn't an address.
+    Raises RequestError if `address` isn't HOST:PORT.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -1,6 +1,6 @@
-"""Find the devices of a Ray cluster that a request or a plan names, and sample them.
+"""Finds the devices of a Ray cluster that a request or a plan names, and samples them.
 
-Both run on each host, in evener's actor, with the same code as on a single machine.
+Both are done on each host, in evener's actor, by the same code as on a single machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
 class HostDevices(msgspec.Struct, frozen=True):
-    """A host's devices and package versions, as the host reports them."""
+    """The devices and package versions of a host, as the host itself reports them."""
 
     found: Discovery
     versions: dict[str, str]
@@ -53,7 +53,7 @@ class HostDevices(msgspec.Struct, frozen=True):
 def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = True) -> Discovery:
     """Return the devices that the terms name on the hosts of the cluster at `address`.
 
-    With `reserve`, GPUs that other jobs hold are left out, and the returned GPUs are reserved for
+    If `reserve`, GPUs that other jobs hold are left out, and the returned GPUs are reserved for
     this process. Raises RequestError if a host or device doesn't exist, and DeviceError if the
     cluster or one of its hosts can't be used.
     """
@@ -69,9 +69,9 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of slices.
+    """Reserve the CPUs of CPU slices, so that other jobs of the cluster leave them alone.
 
-    Return a note for each host on which other jobs hold some of them.
+    Return a note for each host on which other jobs already hold some of them.
     """
     notes = []
     for agent in agents:
@@ -87,9 +87,9 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the terms for each host, by its address and in the order of the request.
+    """Return the terms that concern each host, by the host's address, in the request's order.
 
-    Raises RequestError if a term's host isn't in the cluster.
+    Raises RequestError if the host of a term isn't in the cluster.
     """
     wanted: dict[str, list[Term]] = {}
     for term in terms:
@@ -99,9 +99,9 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 
 
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
-    """Return the node with this address or name.
+    """Return the node whose address or host name is `host`.
 
-    Raises RequestError if there is none or more than one.
+    Raises RequestError if there is no such node or more than one.
     """
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(
@@ -117,7 +117,7 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Return this host's devices that the terms name; runs on the host.
+    """Return this host's devices that the terms name. It runs on the host.
 
     If `gpu_ids` isn't None, only these GPUs, which Ray reserves for this process, are returned.
     """
@@ -138,16 +138,20 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that Ray reserves for this process. Runs on the host."""
+    """Return the UUIDs of the GPUs that Ray reserves for this process. It runs on the host.
+
+    `gpu_ids` are Ray's own names for these GPUs.
+    """
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all devices of this kind, the ones that Ray reserves, and their environment variables.
+    """Return all devices of this kind, those that Ray reserves, and the variables to select those.
 
-    The environment variables select the devices. The kind "auto" means the first kind of
+    The variables are those of a process's environment. `held` has Ray's names for the reserved
+    devices; None means that all devices may be used. The kind "auto" is the first kind of
     accelerator on this host.
     """
     for backend in all_backends():
@@ -162,8 +166,8 @@ def _list_accelerators(
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """Return the devices of a request over all hosts.
 
-    The result has notes on hosts and devices that are left out, and on versions that differ.
-    Raises DeviceError if no device is left or a named one is unavailable.
+    The result has notes on hosts and devices that are left out, and on package versions that
+    differ. Raises DeviceError if no device is left or a named one is unavailable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -197,9 +201,9 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes, each prefixed with the hosts that have it.
+    """Return the hosts' notes, each preceded by the hosts that it concerns.
 
-    A note common to several hosts appears once.
+    A note that several hosts have in common occurs once.
     """
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
@@ -209,13 +213,19 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices to use on all hosts: an accelerator if any host has one."""
+    """Return the kind of devices to use on all hosts.
+
+    It is an accelerator if any host has one, else "cpu".
+    """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if a host that was named, or a device named on it, is unavailable."""
+    """Raise DeviceError if a host that was named, or a device named on it, is unavailable.
+
+    `own` is the number of devices that were found on the host.
+    """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
@@ -233,7 +243,10 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
 
 @cache
 def describe_versions() -> dict[str, str]:
-    """Return the versions of packages that affect speed or results, and evener's code digest."""
+    """Return the versions of packages that affect speed or results, by name.
+
+    The version of evener includes a digest of its code.
+    """
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -244,7 +257,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """Return a digest of all of evener's Python files."""
+    """Return a digest of all of evener's Python files, to compare the code on different hosts."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
     # in a checkout, some folders are links
@@ -257,7 +270,10 @@ def digest_code() -> str:
 
 
 def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
-    """Return a message for each package whose version differs between hosts."""
+    """Return a message for each package whose version differs between hosts.
+
+    `by_host` has the versions by package for each host.
+    """
     names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     lines = []
     for name in names:
@@ -273,7 +289,7 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the node of each host that has a share, by the plan's name for it and in its order.
+    """Return the node of each host that has a share in the plan, by the plan's name for the host.
 
     Raises PlanError if the plan names no hosts, and RequestError or DeviceError if a host isn't in
     the cluster at `address`.
@@ -290,10 +306,10 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve the node's free GPUs except the wanted ones, and return the reserving agents.
+    """Reserve the node's free GPUs except the wanted ones, and return the agents that hold them.
 
-    Ray can then assign only the wanted GPUs there. Raises DeviceError if a wanted GPU isn't free.
-    The reservations end when the agents are garbage-collected.
+    Ray can then assign only the wanted GPUs there, which are given by their UUIDs. The reservations
+    end when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []
@@ -320,10 +336,11 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """A source of samples for devices on several hosts.
+    """A source that samples devices on several hosts.
 
-    Raises HostLostError if a host doesn't answer at creation. A host that stops answering later is
-    shown as lost.
+    `open_host` opens the source for one host's devices; it is called on that host. Raises
+    HostLostError if a host doesn't answer at creation. A host that stops answering later is shown
+    as lost.
     """
 
     def __init__(
@@ -341,7 +358,7 @@ class ClusterSource:
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all hosts, sampled at the same time."""
+        """Return a snapshot of all hosts, which are sampled at the same time."""
         started = time.monotonic()
         found, lost = self._ask_hosts()
         seen = list(found.values())
@@ -361,9 +378,7 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshot of each host that answers, and why each other host doesn't, both by
-        host.
-        """
+        """Return the snapshot of each host that answers, and the error of each other host."""
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
         lost: dict[str, str] = {}
@@ -375,7 +390,10 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Return samples without readings for the devices of hosts that don't answer."""
+        """Return samples without readings for the devices of lost hosts.
+
+        `lost` has the error of each lost host.
+        """
         return [
             DeviceSample(
                 device=device,
@@ -388,15 +406,15 @@ class ClusterSource:
         ]
 
     def close(self) -> None:
-        """Close every host's source."""
+        """Close the source of every host."""
         for kept in self._hosts.values():
             kept.close()
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of all training runs, without duplicates.
+    """Return the reports of all training processes, each once.
 
-    Duplicates occur because hosts on one machine read the same files.
+    Hosts on one machine read the same reports, because they read the same files.
     """
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
@@ -424,7 +442,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return one sample for all hosts: the sums, and the mean CPU use weighted by cores."""
+    """Return one sample for all hosts: sums, and the mean CPU use weighted by cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

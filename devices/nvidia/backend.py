@@ -1,4 +1,4 @@
-"""The backend for NVIDIA GPUs. NVML is loaded on first use."""
+"""The backend for NVIDIA GPUs. The library NVML is loaded only when it is first used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P2P_WORKS = 0
 
 
 class NvmlVitals:
-    """Reads the vitals of a GPU, identified by its UUID.
+    """Reads the vitals of a GPU through NVML.
 
     NVML is opened at the first reading, and reopened after a failure.
     """
@@ -43,7 +43,10 @@ class NvmlVitals:
         self._reader: GpuReader | None = None
 
     def read(self, full: bool) -> Vitals:
-        """Return one reading; driver failures are reported in it and never raised."""
+        """Return one reading; memory, processes and load are read only if `full`.
+
+        Driver failures aren't raised but reported in the reading.
+        """
         nvml = self._nvml
         try:
             if self._reader is None:
@@ -62,7 +65,7 @@ class NvmlVitals:
         return Vitals(time.monotonic(), trouble=words)
 
     def close(self) -> None:
-        """Shut NVML down."""
+        """Shut NVML down; the next reading opens it again."""
         self._reader = None
         if self._open:
             self._open = False
@@ -71,8 +74,9 @@ class NvmlVitals:
 
 
 class NvidiaGpus(Backend):
-    """GPUs and MIG instances, listed by NVML, selected by CUDA_VISIBLE_DEVICES and shared through
-    MPS.
+    """The backend for NVIDIA GPUs and MIG instances.
+
+    NVML lists them, CUDA_VISIBLE_DEVICES selects them, and MPS enforces limits in percent.
     """
 
     kind = "gpu"
@@ -96,7 +100,10 @@ class NvidiaGpus(Backend):
     settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
     def list_devices(self) -> Listing:
-        """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances."""
+        """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances.
+
+        Raises DeviceError if no GPU answers.
+        """
         listing = list_gpus()
         if not listing.devices:
             raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)
@@ -125,14 +132,14 @@ class NvidiaGpus(Backend):
         return msgspec.structs.replace(found, notes=(*found.notes, note))
 
     def open_source(self, found: Discovery) -> Source:
-        """Return a source that keeps NVML open."""
+        """Return a source that samples these GPUs, and keeps NVML open until it is closed."""
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return variables that select the GPUs by UUID and set a percentage limit through MPS.
+        """Return variables that select the GPUs by UUID, and set a limit in percent through MPS.
 
-        Raises DeviceError if there is a percentage limit and no MPS daemon runs, and ValueError if
-        the GPUs have different percentages.
+        Raises DeviceError if there is a limit in percent and no MPS daemon is running, and
+        ValueError if the GPUs have different percentages.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
@@ -153,14 +160,13 @@ class NvidiaGpus(Backend):
         return ChildEnvironment(variables)
 
     def open_vitals(self, device: Device) -> VitalsReader:
-        """Return a reader of throttling, energy, memory and processes through NVML."""
+        """Return a reader of the GPU's throttling, energy, memory and processes."""
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """Return the GPU's PCI address.
+        """Return the GPU's PCI address in sysfs notation; "" if the driver doesn't report it.
 
-        Return an empty string for a MIG instance, because different users may use instances of one
-        GPU.
+        Return "" for a MIG instance too, because different users may use instances of one GPU.
         """
         if device.id.startswith("MIG-"):
             return ""
@@ -178,9 +184,9 @@ class NvidiaGpus(Backend):
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return NVLink, PCIe with P2P or PCIe without P2P.
+        """Return the path between two GPUs: "NVLink", "PCIe, P2P" or "PCIe, no P2P".
 
-        Return an empty string for MIG instances, or if the driver doesn't report the path.
+        Return "" for MIG instances, and if the driver doesn't report the path.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""
@@ -196,7 +202,7 @@ class NvidiaGpus(Backend):
         return "PCIe, no P2P"
 
     def daemon_runs(self) -> bool:
-        """True if an MPS control daemon runs where CUDA programs look for it."""
+        """True if an MPS control daemon is running where CUDA programs look for it."""
         folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
         with suppress(OSError, ValueError, OverflowError):
             pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

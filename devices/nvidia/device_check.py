@@ -1,6 +1,6 @@
-"""Check that this process's GPU computes: exit with 0 if it does.
+"""A program that checks that this process's GPU computes; it exits with 0 if the GPU does.
 
-Run as `python -m evener.devices.nvidia.device_check`. It uses only the CUDA driver, which takes
+Run it as `python -m evener.devices.nvidia.device_check`. It uses only the CUDA driver, which takes
 about a second, whereas importing PyTorch may take ten.
 """
 
@@ -15,7 +15,7 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """True if 4 MiB can be written to and read back from the first visible GPU."""
+    """True if 4 MiB can be written to the first visible GPU and read back; `cuda` is the driver."""
     device = ctypes.c_int()
     context = ctypes.c_void_p()
     memory = ctypes.c_uint64()

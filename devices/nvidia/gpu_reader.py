@@ -1,7 +1,7 @@
-"""Read everything that NVML reports about one GPU: each tick, every few seconds or once, by cost.
+"""Reads everything that NVML reports about one GPU, the more rarely the more a call costs.
 
-Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static values take 2 to 3
-ms, temperature and clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
+Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called. Static values take 2 to 3
+ms, temperature and clock 0.4 ms each. One batch of fields and a pair of GPM samples cover the rest.
 """
 
 from __future__ import annotations
@@ -94,12 +94,11 @@ LEAST_NAMED_PERCENT = 0.5  # least percentage of a tick for which a reason is na
 
 
 class GpuReader:
-    """Reads one GPU through one handle.
+    """Reads one GPU or MIG instance through one NVML handle.
 
-    A new reader is created when the GPU or the driver has come back. The monitor calls
-    `sample` and a probe calls `vitals`. These methods and `processes.read` raise
-    GpuGoneError or DriverGoneError, and nothing else. `parent` is the parent GPU's handle if
-    the device is a MIG instance.
+    A new reader is created when the GPU or the driver has come back. The monitor calls `sample`, a
+    probe calls `vitals`. These methods and `processes.read` raise only GpuGoneError and
+    DriverGoneError. `parent` is the handle of the parent GPU if the device is a MIG instance.
     """
 
     def __init__(
@@ -139,7 +138,11 @@ class GpuReader:
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
-        """Return every metric at `now` (monotonic seconds)."""
+        """Return every metric of the GPU at the time `now`, in monotonic seconds.
+
+        A metric that rarely changes is read again only when its period is over; until then, its
+        last value is returned.
+        """
         read = {
             name: metric.read_one(now)
             for name, metric in self._metrics.items()
@@ -178,7 +181,7 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return one reading for a probe.
+        """Return one reading for a probe; memory, processes and load are read only if `full`.
 
         Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
         """
@@ -206,7 +209,7 @@ class GpuReader:
         """Return the current clock as a fraction of the highest clock.
 
         The highest clock is the highest that this device has reached, because many devices never
-        reach the maximum that the driver reports. The driver's maximum is used while only low
+        reach the maximum that the driver reports. The driver's maximum is used as long as only low
         clocks were seen, for example on a device that was idle or always throttled. Return None if
         the driver doesn't report the current or the highest clock.
         """
@@ -219,16 +222,20 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock of a reading in MHz, and remember it if it is the highest so far."""
+        """Return the clock in MHz of a reading, and remember it if it is the highest so far.
+
+        Return None if the reading isn't current.
+        """
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used, in joules, from the driver's counter.
+        """Return the energy used, in joules, from the driver's counter (`counted`, in millijoules).
 
-        On a chip without a counter, the power is integrated between readings.
+        On a chip without a counter, the power is integrated over the readings. Return None if the
+        energy is unknown at present.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
@@ -244,10 +251,11 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled and the seconds at the power cap.
+        """Return the seconds throttled (by heat or a power brake) and the seconds at the power cap.
 
-        They are read from the driver's nanosecond counters, or estimated from the throttling
-        reasons at each reading.
+        They are those of the driver's counters (`found`, in nanoseconds). On a chip without
+        counters, they are estimated from the throttling reasons at each reading. None means
+        unknown.
         """
         counts = {
             field: reading.current / 1e9
@@ -265,7 +273,7 @@ class GpuReader:
         """Return estimates of the seconds throttled and the seconds at the power cap.
 
         A throttling reason in one of two successive readings counts for half of the time between
-        them, and a reason in both readings for all of it.
+        them, and a reason in both readings for all of that time.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -279,7 +287,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return the memory in use, in total and by process, and the GPU's load."""
+        """Return the memory in use and the load, both in total and by process."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -297,7 +305,10 @@ class GpuReader:
         )
 
     def close(self) -> None:
-        """Free the driver's resources of this reader."""
+        """Free the GPM samples that the driver holds for this reader, and ignore driver errors.
+
+        The reader can't be used afterwards.
+        """
         with suppress(self.nvml.NVMLError):
             self._activity.close()
 
@@ -345,7 +356,10 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's value, or the value of the plain NVML call if the field has none."""
+        """Return the field's reading or, if it has no value, that of the metric `fallback`.
+
+        The fallback is a plain NVML call, which costs more.
+        """
         return (
             field
             if field.current is not None
@@ -363,13 +377,12 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return how long the GPU throttled in the last seconds, in percent, and why.
+        """Return for what percentage of the last seconds the GPU was throttled, and the reasons.
 
-        The percentage is the one of the longest reason. Reasons below 0.5 % are left out.
-
-        If the percentage isn't known yet, the reasons are the current ones. For chips without the
-        counters it is estimated: a reason in one of two successive readings counts for half of the
-        time between them, and a reason in both for all of it.
+        The percentage is that of the longest reason, and the reasons are ordered by duration.
+        Reasons below `LEAST_NAMED_PERCENT` are left out. While the percentage isn't known yet, the
+        reasons are those of this moment. On chips without throttling counters, both are estimated
+        from the current reasons.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -391,9 +404,11 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of the time throttled by the reasons of two readings, and these.
+        """Return an estimate of the percentage of throttled time, and the current reasons.
 
-        Chips with counters keep their `rate`, which isn't known yet.
+        A reason in one of two successive readings counts for half of the time between them, and a
+        reason in both for all of it. A chip with counters, whose `rate` isn't known yet, keeps that
+        reading.
         """
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -401,7 +416,7 @@ class GpuReader:
         return value(50.0 * (before + bool(reasons))), reasons
 
     def _reasons_now(self, now: float) -> tuple[str, ...] | None:
-        """Return the reasons for which the clocks are lowered at this moment; None if unknown."""
+        """Return the reasons for which the clocks are reduced at this moment; None if unknown."""
         current = self._metrics["reasons"].read_one(now).current
         if current is None:
             return None
@@ -409,9 +424,10 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink, from GPM.
+        """Return the bytes per second over PCIe and NVLink, by field of the sample.
 
-        A value that GPM lacks is computed from the driver's counters.
+        `activity` has the GPM metrics. Values that GPM lacks are computed from the driver's
+        counters.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
@@ -443,9 +459,10 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # part of the driver's buffer to read at 
 
 
 class GpuProcesses:
-    """The process table of one GPU.
+    """The processes on one GPU, with their memory and use.
 
-    The last answer is kept between readings and during temporary failures.
+    The last answer is kept between readings and during temporary failures. `since` is the time up
+    to which the use has been read, in the driver's microseconds.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -461,7 +478,7 @@ class GpuProcesses:
         self._seen: tuple[DeviceUse, ...] = ()
 
     def read(self, now: float) -> Sequence[DeviceUse]:
-        """Return the GPU's processes.
+        """Return the GPU's processes; the driver is called only every `PERIOD_SECONDS`.
 
         Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
         """
@@ -487,7 +504,10 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read the processes of one kind; the previous list is kept if the call fails."""
+        """Read the processes of one kind ("compute" or "graphics") by `call`.
+
+        If the call fails, the previous list is kept.
+        """
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
@@ -496,7 +516,8 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return the percentage of the multiprocessors' time that each busy process used, by pid.
 
-        The second result is the reading for all other processes, which the driver doesn't list.
+        The second result is the reading for every other process, which the driver doesn't list: 0 %
+        if the call succeeded, else why the use is unknown.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

@@ -1,8 +1,8 @@
-"""NVML calls as metrics: each is called when due, and its last value ages in between.
+"""NVML calls as metrics: a call is made when it is due, and its last value ages until then.
 
-Failures are classified and retried. Activity between two ticks comes from NVIDIA's GPU
-performance monitoring (GPM, Hopper and later) without sleeping: each tick's sample is kept and
-paired with the next tick's.
+Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
+performance monitoring (GPM, Hopper and later). It needs two samples, so each tick's sample is kept
+and paired with the next tick's, which avoids waiting.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
 class GpuGoneError(Exception):
-    """The GPU fell off the bus or needs a reset; the text is a message for the user."""
+    """Raised if the GPU fell off the bus or needs a reset; its text is a message for the user."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(GONE_WORDS.get(code, "The driver no longer lists this GPU."))
 
 
 class DriverGoneError(Exception):
-    """The driver was unloaded or replaced, so every handle is invalid.
+    """Raised if the driver was unloaded or replaced, which makes every handle invalid.
 
-    The text is a message for the user.
+    Its text is a message for the user.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class DriverGoneError(Exception):
 
 
 def raise_if_gone(code: int) -> None:
-    """Raise GpuGoneError or DriverGoneError if the device or its driver has gone."""
+    """Raise GpuGoneError or DriverGoneError if NVML's return code says that the device has gone."""
     if code in GPU_GONE:
         raise GpuGoneError(code)
     if code in DRIVER_GONE:
@@ -67,7 +67,10 @@ def raise_if_gone(code: int) -> None:
 
 
 class Schedule:
-    """The time of the next call for a metric, and the reading to show until then."""
+    """When to call NVML again for a metric, and the reading to show until then.
+
+    The period is the time between two successful calls.
+    """
 
     __slots__ = ("_at", "_due", "_last", "_period")
 
@@ -78,17 +81,17 @@ class Schedule:
         self._last = PENDING
 
     def is_due(self, now: float) -> bool:
-        """True if the metric has to be read again at `now`."""
+        """True if the metric must be read again at the time `now`."""
         return now >= self._due
 
     def kept(self, now: float) -> Reading:
-        """Return the last reading, with its age at `now`."""
+        """Return the last reading, with its age at the time `now`."""
         return self._last if now <= self._at else self._last.aged(now - self._at)
 
     def record(self, now: float, code: int, number: float) -> Reading:
-        """Return the reading for the outcome of a call.
+        """Return the reading for the outcome of a call: NVML's return code and the value.
 
-        After a temporary failure the last value is kept, marked stale. Raises GpuGoneError or
+        After a temporary failure, it is the last value, marked as stale. Raises GpuGoneError or
         DriverGoneError if the GPU or the driver has gone.
         """
         if code == SUCCESS and math.isfinite(number):
@@ -108,10 +111,9 @@ class Schedule:
 
 
 class Batch:
-    """Several metrics of one device, read by one call, each with its own outcome.
+    """Several metrics of one device that are read by one call, each with its own outcome.
 
-    Metrics that the device doesn't support are left out of subsequent
-    calls and retried once a minute.
+    Metrics that the device doesn't support are left out of later calls, and retried once a minute.
     """
 
     def __init__(self, nvml: Library, ids: Iterable[int], period: float = 0.0) -> None:
@@ -119,7 +121,7 @@ class Batch:
         self._schedules = {each: Schedule(period) for each in ids}
 
     def read(self, now: float) -> Mapping[int, Reading]:
-        """Return the readings by id, each in its metric's own unit."""
+        """Return the readings at the time `now` by id, each in its metric's own unit."""
         schedules = self._schedules
         due = [each for each, schedule in schedules.items() if schedule.is_due(now)]
         readings = {each: schedule.kept(now) for each, schedule in schedules.items()}
@@ -137,22 +139,22 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the due ids, and return the outcomes by id.
+        """Call NVML for the ids in `due`, and return the outcomes by id.
 
-        Ids that have no outcome yet are left out.
+        Ids without an outcome yet are left out.
         """
         raise NotImplementedError
 
 
 class Metric(Batch):
-    """One metric of one device, read by one call."""
+    """One metric of one device that is read by one call; `call` returns its value."""
 
     def __init__(self, nvml: Library, call: Callable[[], float], period: float = 0.0) -> None:
         super().__init__(nvml, (0,), period)
         self._call = call
 
     def read_one(self, now: float) -> Reading:
-        """Return the metric's reading at `now`."""
+        """Return the metric's reading at the time `now`."""
         return self.read(now)[0]
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
@@ -160,7 +162,10 @@ class Metric(Batch):
 
 
 class Fields(Batch):
-    """A batch read by GetFieldValues; `scopes` holds the scope of each field that has one."""
+    """A batch of metrics that are read by GetFieldValues.
+
+    `scopes` has the scope of each field that needs one: which NVLinks are counted.
+    """
 
     def __init__(
         self,
@@ -184,10 +189,10 @@ class Fields(Batch):
 
 
 class Counter:
-    """Turns a counter that only grows into a rate.
+    """Turns readings of a counter into a rate per second.
 
-    The first reading, a wraparound and a reset give no rate. Drivers update some counters only ten
-    times a second, so rates are taken over at least `shortest_seconds`.
+    The first reading, a wraparound and a reset give no rate. Rates are taken over at least
+    `shortest_seconds`, because drivers update some counters only ten times a second.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -199,7 +204,11 @@ class Counter:
         self._rate = PENDING
 
     def rate(self, reading: Reading, now: float) -> Reading:
-        """Return the increase per second since the last fresh reading."""
+        """Return the increase per second since the previous counted reading.
+
+        If the counter can't be read, return why; if it hasn't been read again, return the last
+        rate.
+        """
         number = reading.current
         if number is None and reading.state is not State.STALE:
             self._number = None
@@ -224,9 +233,9 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading with a value, or else the first that isn't UNSUPPORTED.
+    """Return the first reading that has a value, else the first that isn't UNSUPPORTED.
 
-    Return UNSUPPORTED if there is neither.
+    Return UNSUPPORTED if all readings are.
     """
     for reading in readings:
         if reading.value is not None:
@@ -252,9 +261,9 @@ LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
-    """The GPM metrics of one device, computed from two samples.
+    """The GPM metrics of one device, each computed from two samples.
 
-    `instance` is the id of the GPU instance if the handle is that of the parent of a MIG device.
+    `instance` is the id of the GPU instance for a MIG device; `handle` is then that of its parent.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:
@@ -267,7 +276,7 @@ class Activity(Batch):
         self._request: Any = None
 
     def close(self) -> None:
-        """Free the samples."""
+        """Free the samples that the driver has allocated."""
         while self._samples:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(self._samples.pop())
@@ -294,7 +303,7 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """Allocate the samples and the request.
+        """Allocate the two samples and the request for the metrics.
 
         Raises NVMLError if the device doesn't support GPM.
         """

@@ -1,4 +1,4 @@
-"""Access to NVML: load it on first use, open and close it, classify its errors and list GPUs."""
+"""Access to NVML, NVIDIA's management library: loading, opening, errors, and listing GPUs."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """A GPU or MIG instance with its handle and number.
+    """A GPU or MIG instance: its NVML handle and its number.
 
-    Instances are numbered after all whole GPUs.
+    MIG instances are numbered after all whole GPUs. `parent` is the handle of an instance's GPU.
     """
 
     handle: Handle
@@ -76,34 +76,37 @@ class GpuHandle(NamedTuple):
 
 
 def load() -> Library:
-    """Import and return the module that binds NVML."""
+    """Import and return the module that wraps NVML."""
     import pynvml
 
     return pynvml
 
 
 def error_code(error: Exception) -> int:
-    """Return the NVML return code of an exception; UNKNOWN for other exceptions."""
+    """Return the NVML return code of an exception; UNKNOWN for an exception that isn't NVML's."""
     number = getattr(error, "value", UNKNOWN)
     return number if isinstance(number, int) else UNKNOWN
 
 
 def failed_reading(code: int) -> Reading:
-    """Return the reading for a failed call: unsupported, denied or temporarily unavailable."""
+    """Return the reading for a failed call: unsupported, denied, or pending.
+
+    A temporary failure is pending, because the call will be retried.
+    """
     if code in _NEVER:
         return UNSUPPORTED
     return DENIED if code == NO_PERMISSION else PENDING
 
 
 def driver_fault(error: Exception) -> DeviceError:
-    """Return the DeviceError for a driver that can't be used."""
+    """Return the DeviceError that explains why the driver can't be used."""
     unknown = (f"The NVIDIA driver does not answer: {error}.", "Check nvidia-smi and dmesg.")
     return DeviceError(*_FAULTS.get(error_code(error), unknown))
 
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Return a context in which NVML is initialized.
+    """Return a context in which NVML is initialized; its value is the module that wraps NVML.
 
     Raises DeviceError if the driver can't be used.
     """
@@ -122,8 +125,8 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 def list_gpus() -> Listing:
     """Return every GPU in NVML's order; a GPU in MIG mode is replaced by its instances.
 
-    A GPU that doesn't answer is left out with a note. Raises DeviceError
-    if the driver doesn't answer.
+    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the driver doesn't
+    answer.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -147,11 +150,10 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return every GPU in NVML's order, and the errors of GPUs that don't answer, by index.
+    """Return the handles of every GPU in NVML's order, and the errors of silent GPUs by index.
 
-    GPUs in MIG mode are replaced by their instances, which come last.
-
-    Raises NVMLError if the driver doesn't answer at all.
+    A GPU in MIG mode is replaced by its instances, which come last. A silent GPU is one that
+    doesn't answer. Raises NVMLError if the driver doesn't answer at all.
     """
     whole: list[GpuHandle] = []
     instances: list[tuple[Handle, Handle]] = []
@@ -173,7 +175,7 @@ def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]
 
 
 def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
-    """Return the handles of a GPU's MIG instances; None if it isn't in MIG mode."""
+    """Return the handles of a GPU's MIG instances; None if the GPU isn't in MIG mode."""
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != 1:
             return None
@@ -190,9 +192,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if a GPU that doesn't answer might be the one. The GPUs are searched by number
-    instead of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of
-    appearing to be missing.
+    Raises NVMLError if it may be a GPU that doesn't answer. The GPUs are searched by number instead
+    of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of appearing to be
+    missing.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -207,7 +209,10 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:
-    """Return the device of a handle. Raises NVMLError if its identity can't be read."""
+    """Return the device with this handle; `index` is its number.
+
+    Raises NVMLError if its identity can't be read.
+    """
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
     name = str(nvml.nvmlDeviceGetName(handle))
@@ -226,9 +231,9 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Return the memory available to programs and the memory in use, in bytes.
+    """Return the memory available to programs, and the memory in use, in bytes.
 
-    Both are None for a chip without memory of its own.
+    Both are None for a chip without memory of its own. Raises NVMLError if they can't be read now.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

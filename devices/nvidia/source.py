@@ -1,7 +1,7 @@
-"""A source of samples for NVIDIA GPUs: opens the driver, keeps a reader per GPU, recovers lost
-GPUs.
+"""A source that samples NVIDIA GPUs and recovers from lost GPUs and drivers.
 
-XID errors, ECC errors and lost GPUs are watched on a thread that never delays the program's exit.
+It keeps a reader for each GPU. XID errors, ECC errors and lost GPUs are watched by a thread that
+never delays the program's exit.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class _Slot:
 
 
 class NvmlSource:
-    """A source of samples for the given NVIDIA GPUs, or for all. Not thread-safe.
+    """A source that samples the given NVIDIA GPUs; all GPUs if `devices` is None.
 
-    Raises DeviceError if the driver can't be used at creation. Later failures are shown in the
-    samples and recovered from automatically.
+    It isn't thread-safe. Raises DeviceError if the driver can't be used at creation. Later failures
+    are shown in the samples, and the source recovers from them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class NvmlSource:
         self._open(self._builder.begin())
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs in order; GPUs that were added later come last."""
+        """The GPUs of the source in order; those that were added later come last."""
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
@@ -105,7 +105,7 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Release the driver, waiting at most one or two seconds."""
+        """Release the driver; this takes at most one or two seconds."""
         if not self._is_open:
             return
         self._is_open = False
@@ -117,7 +117,7 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Initialize NVML and open a reader for each GPU that answers.
+        """Initialize NVML, and create a reader for each GPU that answers.
 
         Raises DeviceError if the driver doesn't answer.
         """
@@ -137,9 +137,9 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start watching for events with the third sample.
+        """Start watching for events at the third sample.
 
-        A program that takes only one sample then needn't wait for the thread to exit.
+        A program that takes only one sample then needn't wait for the watching thread to exit.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
@@ -158,9 +158,10 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU has been lost for REOPEN_FOR_LOST_SECONDS.
+        """Reopen the driver if it has gone, or if a GPU has been lost for too long.
 
-        A GPU that was reset is listed only after the driver is reopened.
+        Too long is `REOPEN_FOR_LOST_SECONDS`. A GPU that was reset is listed again only after the
+        driver has been reopened.
         """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
@@ -214,7 +215,7 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample in which every metric is lost, with a note on why."""
+    """Return a sample in which every metric is lost; `note` says why."""
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)
@@ -224,10 +225,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message for a device from which nothing can be read at present.
-
-    The result is empty for any other device.
-    """
+    """Return a message for a device from which nothing can be read at present; "" for any other."""
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,
@@ -285,7 +283,10 @@ XIDS = {  # NVIDIA's "XID errors" document
 
 
 class EventWatch:
-    """Records the events of all GPUs, from its creation until `close`."""
+    """Records the events of all GPUs, such as XID errors, from its creation until `close`.
+
+    A thread waits for them, because NVML's call blocks.
+    """
 
     def __init__(self, nvml: Library, handles: Sequence[Handle]) -> None:
         self._nvml = nvml
@@ -302,13 +303,16 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """Return this GPU's latest events, newest last."""
+        """Return the latest events of the GPU with this handle, the newest last.
+
+        There are at most `KEPT` of them.
+        """
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """Stop the thread and free the event set.
+        """Stop the thread, and free NVML's event set.
 
-        Return False if the thread is still blocked in the driver.
+        Return False if the thread is still blocked in the driver, so that NVML can't be shut down.
         """
         self._stop.set()
         if self._thread is not None:
@@ -357,14 +361,14 @@ class EventWatch:
 
 
 def describe_event(kind: int, data: int) -> str:
-    """Return a description of an event."""
+    """Return a description of an event of NVML's type `kind`; `data` is the number of an XID."""
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")
     return KINDS.get(kind, f"event 0x{kind:x}")
 
 
 def address(handle: Handle) -> int:
-    """Return the address of a handle's NVML pointer, which identifies the GPU."""
+    """Return the address to which an NVML handle points, which identifies the GPU."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):

@@ -1,7 +1,7 @@
-"""`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all
-layouts.
+"""The commands `evener balance` and `evener compare`, which search for the fastest layout.
 
-Both can resume an earlier search. A dry run of `balance` prints what fits in memory.
+`balance` compares splits over all devices, `compare` layouts of other kinds too. Both can resume an
+earlier search. A dry run of `balance` prints what fits in memory.
 """
 
 from __future__ import annotations

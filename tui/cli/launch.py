@@ -1,5 +1,7 @@
-"""`evener launch` and `evener run`: start one process for each device, with the shares of a plan or
-with shares that follow the devices' speed.
+"""The commands `evener launch` and `evener run`, which start a training process on each device.
+
+The processes of `launch` have the shares of a plan. Those of `run` have shares that follow the
+devices' speed, unless a plan is given.
 """
 
 from __future__ import annotations

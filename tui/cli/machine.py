@@ -1,5 +1,6 @@
-"""`evener devices` and `evener doctor`: list this machine's devices, and check what is missing for
-a training.
+"""The commands `evener devices` and `evener doctor`.
+
+They list this machine's devices, and check what is missing for a training.
 """
 
 from __future__ import annotations

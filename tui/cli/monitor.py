@@ -1,5 +1,6 @@
-"""`evener monitor` and `evener demo`, in the app, as text or as JSON; also `--web`, which shows the
-app in a browser.
+"""The commands `evener monitor` and `evener demo`, in the app, as text or as JSON.
+
+The option `--web`, which shows the app in a browser, is implemented here too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""`evener runs`, `export`, `report` and `replay`: list, show, compare, delete, export and replay
-past runs.
+"""The commands `evener runs`, `export`, `report` and `replay`.
+
+They list, show, compare, delete, export and replay past runs.
 """
 
 from __future__ import annotations

@@ -47,11 +47,10 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return three table cells: samples per joule, watts of active devices and watts of idle
-    devices.
+    """Return table cells for samples per joule, watts of active devices, and watts of idle devices.
 
-    The energy of all devices counts, including that of idle devices. If no power is known, each
-    cell is "-".
+    The samples per joule are those of all devices together, idle ones included. If no power is
+    known, each cell is "-".
     """
     watts = active_watts + idle_watts
     if not watts:

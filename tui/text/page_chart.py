@@ -43,8 +43,7 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times powers of
-    ten.
+    """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times 10^n.
 
     There are at most `most` ticks: if necessary, the 2s are left out, then the 5s, then more.
     """
@@ -75,9 +74,7 @@ class _Axes:
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Return the y coordinate of a throughput in samples/s, in pixels from the top edge of the
-        chart.
-        """
+        """Return the y coordinate of `speed` samples/s, in pixels from the chart's top edge."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 

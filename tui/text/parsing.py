@@ -124,8 +124,7 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """Parse a noise scale: a number of rows, or the id of the training that measured the noise
-    scale.
+    """Parse a noise scale: a number of rows, or the id of the training that measured it.
 
     Return the noise scale, and the batch size of that training; the batch size is None for a number
     of rows, and if it is unknown. Raises RequestError if the number of rows is below 1.
@@ -272,8 +271,9 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number. Raises RequestError, whose message begins with `name`, the name of the
-    option.
+    """Parse a number.
+
+    Raises RequestError, whose message begins with `name`, the name of the option.
     """
     try:
         return float(text)

@@ -107,11 +107,10 @@ def where(one: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(one: RankedLayout, winner: RankedLayout) -> str:
-    """Return how the throughput of `one` differs from the winner's, such as "-9.0 % (-9.4 to
-    -8.6)".
+    """Return how the throughput of `one` differs from the winner's, in percent with its range.
 
-    The range in parentheses is the 95 % interval. For the winner itself, return "chosen". These
-    notes may precede the difference:
+    An example is "-9.0 % (-9.4 to -8.6)"; the range is the 95 % interval. For the winner itself,
+    return "chosen". These notes may precede the difference:
 
     - `tie`, or `unclear` for a possible tie
     - `larger batch` for a faster layout that wasn't chosen because of its batch size
@@ -133,8 +132,7 @@ def against(one: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(found: SearchReport) -> list[Table]:
-    """Return a table for each way to run several trainings on one device at the same time, such as
-    MPS.
+    """Return a table for each way to run several trainings on one device, such as MPS.
 
     Each row is for a number of trainings, with their combined throughput, the seconds for
     `SCALING_STEPS` steps, and the memory used.
@@ -159,11 +157,11 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(found: SearchReport) -> Table:
-    """Return a table of the time for `SCALING_STEPS` steps with an even split over 1, 2, ...
-    devices.
+    """Return a table that shows how an even split scales with the number of devices.
 
-    It has a row for each number of devices that was measured without tuned options (XLA,
-    precision). If no single device or no even split was measured, the table has only headings.
+    It has the time for `SCALING_STEPS` steps for each number of devices that was measured without
+    tuned options (XLA, precision). If no single device or no even split was measured, the table has
+    only headings.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

@@ -457,11 +457,11 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return a rival's samples per step, such as " = 1024 samples a step", if they differ from the
-    plan's.
+    """Return a rival's samples per step as text if they differ from the plan's; else "".
 
-    `own` is the plan. Return "" if they are equal, and also for a rival on one device, whose share
-    is its whole batch, and for a larger batch, whose name contains its samples.
+    `own` is the plan. The text is, for example, " = 1024 samples a step". Return "" also for a
+    rival on one device, whose share is its whole batch, and for a larger batch, whose name contains
+    its samples.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2

@@ -196,12 +196,11 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Return a note about the fastest measurement if it is faster than the best layout's
-    throughput.
+    """Return a note about the fastest measurement if it is faster than the best layout; else "".
 
     The log and the chart show such measurements, so the note says why the best layout is another,
-    for example because the faster one needs a larger batch. Return "" if no measurement is faster,
-    before a split was measured, and after the search.
+    for example because the faster one needs a larger batch. Return "" also before a split was
+    measured, and after the search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -270,9 +269,7 @@ def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
 
 
 def versus_tone(text: str) -> Tone:
-    """Return "good" if `text`, written by `write_gain_of` or `versus`, has a positive gain, else
-    "dim".
-    """
+    """Return "good" for a positive gain, as written by `write_gain_of` or `versus`, else "dim"."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
@@ -425,10 +422,10 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return a plan's warnings, each wrapped to `width`, in at most `most` lines; None doesn't
-    limit them.
+    """Return a plan's warnings, each wrapped to `width`, in at most `most` lines.
 
-    If not all lines fit, the last one ends in an ellipsis.
+    If not all lines fit, the last one ends in an ellipsis. If `most` is None, all lines are
+    returned.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

@@ -71,8 +71,9 @@ def short_bytes(count: float) -> str:
 
 
 def run_time(seconds: float | None) -> str:
-    """Format a duration in a few characters, such as 0:07, 59:59, 23h59 or 99d23h; "" if it is
-    unknown.
+    """Format a duration in a few characters, such as 0:07, 59:59, 23h59 or 99d23h.
+
+    Return "" if the duration is unknown.
     """
     if seconds is None or seconds < 0:
         return ""
@@ -176,8 +177,9 @@ def traffic(sample: DeviceSample) -> Reading:
 
 
 def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
-    """Return a bar of `width` cells filled to the fraction `share` (0 to 1), readable without
-    colour.
+    """Return a bar of `width` cells filled to the fraction `share`, from 0 to 1.
+
+    The bar is readable without colours.
     """
     if width <= 0:
         return ()
@@ -224,10 +226,10 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value in steps (an eighth of a cell); `most` steps stand for
-    `highest`.
+    """Return the height of a value in steps, of which a cell has eight.
 
-    A known value has at least one step so that it is visible; an unknown value has none.
+    `most` steps stand for the value `highest`. A known value has at least one step so that it is
+    visible; an unknown value has none.
     """
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0

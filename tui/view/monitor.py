@@ -180,8 +180,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
-    """Return a reading as text: its value, or the last value with its age, or why there is no
-    value.
+    """Return a reading as text: its value, the last value with its age, or why there is none.
 
     `draw` formats the value.
     """

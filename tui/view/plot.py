@@ -131,9 +131,7 @@ class Chart(NamedTuple):
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
-        """Return every x that has a point, in ascending order: the positions to which the cursor
-        can move.
-        """
+        """Return every x that has a point, in ascending order; the cursor can move to these."""
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
@@ -168,9 +166,7 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Draw a dot; `x` and `y` count dots from the top left. A dot outside the canvas is
-        ignored.
-        """
+        """Draw a dot, unless it is outside the canvas; `x` and `y` count dots from the top left."""
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
@@ -352,9 +348,7 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """Return two lines: the x axis with its ticks, and its labels with the caption at the right
-    end.
-    """
+    """Return two lines: the x axis with its ticks, and its labels followed by the caption."""
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""

@@ -74,11 +74,10 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the value of each column of dots: the mean of its ticks; None if no value is
-        known.
+        """Return the value of each column of dots: the mean of its ticks.
 
-        `values` has the last value of each tick, the oldest first; missing older values count as
-        None.
+        It is None for a column without known values. `values` has the last value of each tick, the
+        oldest first; missing older values count as None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
