@@ -22,7 +22,7 @@ from evener.errors import DeviceError, RequestError
 from .machine import Machine
 from .types import Device, Source, Term, limited
 
-CROWDED = 0.05  # fraction of a device's memory; higher use by others gets a note
+CROWDED = 0.05  # fraction of a device's memory; if others use more, there is a note
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 
 
@@ -39,7 +39,7 @@ class Discovery(msgspec.Struct, frozen=True):
     """The devices that a request selects, with notes for the user."""
 
     devices: tuple[Device, ...]
-    # shown to the user: what `auto` chose and why, or that others use a device
+    # messages for the user, such as what `auto` chose and why, or that others use a device
     notes: tuple[str, ...] = ()
     machine: Machine | None = None  # the simulated machine, if the devices are simulated
     driver: str = ""  # version of the devices' driver
@@ -133,7 +133,7 @@ class Vitals(msgspec.Struct, frozen=True):
     """
 
     at_seconds: float = 0.0  # monotonic
-    # seconds throttled by heat, a power brake or a fault: the longest of the three
+    # seconds throttled by heat, a power brake or a fault, whichever is longest
     held_seconds: float | None = None
     braked_seconds: float | None = None  # seconds throttled by a power brake
     capped_seconds: float | None = None  # seconds throttled by the power limit
@@ -141,10 +141,10 @@ class Vitals(msgspec.Struct, frozen=True):
     clock_fraction: float | None = None
     # total memory in use; only full readings update this and the next three fields
     used_bytes: int | None = None
-    processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
+    processes: Mapping[int, int | None] = {}  # pid -> bytes; None: not reported
     # pid -> fraction of the time since the last full reading in which its kernels ran
     busy: Mapping[int, float] = {}
-    busy_percent: float | None = None  # percentage of the last moments in which any kernel ran
+    busy_percent: float | None = None  # time in which any kernel ran, in % of the last moments
     # from the driver's energy counter, or else power integrated over the readings
     joules: float | None = None
     trouble: str = ""  # a message that says why the device can't be used now
@@ -176,7 +176,7 @@ class VitalsWatch:
 
     def __init__(self, reader: VitalsReader) -> None:
         self._reader = reader
-        # the driver has answered before, so a missing answer is trouble from now on
+        # True once the driver has answered; from then on, a missing answer is reported as trouble
         self._has_answered = False
         self._last = Vitals()
         self._began: float | None = None  # when the thread called the driver
@@ -231,7 +231,7 @@ class VitalsWatch:
         thread = threading.Thread(
             target=target, args=(argument,), name="evener-vitals", daemon=True
         )
-        thread.start()  # start it before it can be seen, as another thread may join it at once
+        thread.start()  # before other threads see it, because they may join it at once
         self._thread = thread
 
     def _answer(self, full: bool) -> None:
@@ -258,8 +258,8 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
-    cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: leave it
-    # bytes by which it may grow after importing the framework; None: no cap
+    cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: not set
+    # bytes by which the child may grow after importing the framework; None: no limit
     address_space_bytes: int | None = None
     threads: int | None = None  # compute threads; None: the framework's own choice
 
@@ -279,13 +279,13 @@ class Backend(Protocol):
     simulated: bool = False
     # lower case: a term of `--devices` that starts with one of these is a device's id
     id_prefixes: tuple[str, ...] = ()
-    # the variable that selects visible devices; empty for a child on another kind
+    # the variable that selects visible devices; set to "" for a child on devices of another kind
     visible_variable: str = ""
-    # prefixes of variables that the driver reads after a framework is imported
+    # prefixes of variables that the driver reads only after a framework is imported
     late_variables: tuple[str, ...] = ()
     # substrings of the names of files that a process has open while it uses the driver
     driver_files: tuple[str, ...] = ()
-    # lower case: names of its libraries; an error that contains one may concern a single device
+    # lower case: names of libraries; an error that contains one may concern a single device
     device_words: tuple[str, ...] = ()
     # lower case: an error that contains one of these means that memory ran out
     memory_words: tuple[str, ...] = ()
@@ -293,10 +293,10 @@ class Backend(Protocol):
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
     # module run by `python -m`; exits with 0 if the first visible device computes
     check_module: str = "evener.errors"
-    remedy: str = "Check the driver and dmesg."  # for devices that don't compute
-    # (package, the package that evener needs) that both install the same module
+    remedy: str = "Check the driver and dmesg."  # shown if a device doesn't compute
+    # pairs of a package and the one that evener needs, if both install the same module
     double_packages: tuple[tuple[str, str], ...] = ()
-    settle_seconds: float = 0.05  # from a source's first sample to the first one with rates
+    settle_seconds: float = 0.05  # between a source's first sample and the first with rates
 
     def list_devices(self) -> Listing:
         """Return every device of this kind on this machine.

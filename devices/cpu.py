@@ -119,7 +119,10 @@ class CpuSource:
         return self._devices
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all slices."""
+        """Return a snapshot of all slices.
+
+        Temperature and clocks are read only every `SLOW_PERIOD_SECONDS`.
+        """
         started = self._builder.begin()
         host = self._builder.meter.read()
         if started >= self._slow_due:

@@ -97,10 +97,10 @@ def open_source(discovery: Discovery) -> Source:
     return backend.open_source(discovery)
 
 
-BUSY_PERCENT = 20.0  # a desktop uses less
+BUSY_PERCENT = 20.0  # a desktop environment uses less
 MOST_NAMED = 3
-# A device with less free memory is full, because a framework's context and libraries alone take
-# about as much as this.
+# A device with less free memory than this is full, because a framework's context and libraries
+# alone take about as much.
 FULL_SHARE = 0.05
 FULL_LEAST_BYTES = 600 << 20
 FULL_MOST_BYTES = 2 << 30

@@ -30,7 +30,7 @@ MIB = 1 << 20
 USUAL_WATTS = 250.0
 IDLE_POWER = 0.08
 SMALLEST_STALL_MS = 1e-6  # ms; shorter stalls are ignored
-LARGEST = 1e12  # limit of any number in a machine file, so that no product of two overflows
+LARGEST = 1e12  # largest number in a machine file, so that no product of two overflows
 
 Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
@@ -69,7 +69,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     name: str
-    memory_mib: Positive  # available to a training process
+    memory_mib: Positive  # memory available to a training process
     curve: Curve  # (batch, step ms), as recorded: a larger batch may take less time
     memory_base_mib: Amount = 0.0
     memory_per_sample_mib: Amount = 0.0
@@ -80,7 +80,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # overhead of each further pass; None: a pass costs as much as a step of its rows
     pass_overhead_ms: Amount | None = None
     contention: Amount = 0.0  # relative slow-down while other devices work too
-    # (runs side by side, combined throughput / throughput of one); flat beyond the last
+    # (runs side by side, combined throughput / throughput of one); constant after the last point
     pack_gain: Points = ()
     power_watts: Positive | None = None  # at full load; None: no power is reported to a search
     host: str = ""  # the device's host, if a file has several hosts
@@ -184,14 +184,14 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
-    # number of devices that it uses, beginning with the first
+    # number of devices that the model uses, beginning with the first
     devices: Annotated[int, Meta(ge=2)] = 2
 
     def __post_init__(self) -> None:
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """Return the seconds of one step, without noise."""
+        """Return the seconds of one step with this batch size, without noise."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
@@ -203,11 +203,13 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
-    gathered_mib: Amount = 0.0  # on each device, in addition to its part: the gathered units
+    gathered_mib: Amount = (
+        0.0  # on each device, in addition to its part: parameters gathered for use
+    )
     gather_ms: Amount = 0.0  # per pass, not hidden by computation
-    # of the state: gradients, which a step in one pass has only once its activations are gone
+    # the gradients, a part of the state; in one pass they exist only when activations are gone
     gradients_mib: Amount = 0.0
-    # fraction of a device's memory that stays in fragments, which a whole step can't use
+    # fraction of a device's memory lost to fragmentation in a whole step
     fragments: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
 
@@ -221,9 +223,9 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Annotated[int, Meta(ge=0)]  # the device's position in the file, from 0
     until_seconds: float = math.inf
     memory_taken_mib: Amount = 0.0  # by another process
-    # fraction of its speed that it loses, for example to heat
+    # fraction of its speed that the device loses, for example to heat
     slowed: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
-    lost: bool = False  # nothing runs on it any more
+    lost: bool = False  # True if the device fails
 
     def __post_init__(self) -> None:
         if not self.until_seconds > self.at_seconds:

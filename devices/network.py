@@ -105,7 +105,7 @@ class Listener:
         return [(self._address, sock.getsockname()[1]) for sock in self._sockets]
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and free the ports."""
         for sock in self._sockets:
             sock.close()
 

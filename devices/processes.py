@@ -27,9 +27,9 @@ from .types import HostSample, ProcessSample
 ONLINE = Path("/sys/devices/system/cpu/online")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SHORTEST_SECONDS = 1e-3  # between two readings of a process
+SHORTEST_SECONDS = 1e-3  # shortest time between two readings of a process
 LONGEST_COMMAND = 4096
-FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks; otherwise the first sample would show 0 %
+FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks, so that the first sample doesn't show 0 %
 
 
 class HostMeter:
@@ -77,7 +77,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # Unix time in seconds; 0: unknown
     user: str = ""
     command: str = ""
-    # since the previous reading, 100 for one core; None at first or if denied
+    # since the previous reading; 100 is one core; None: first reading, or denied
     cpu_percent: float | None = None
     memory_bytes: int | None = None  # resident in the machine's memory
 

@@ -51,7 +51,7 @@ class Sampler:
         self.interval_seconds = interval_seconds
         self._history = History(HISTORY_TICKS)
         self._subscriber: Subscriber = lambda _: None
-        # guards the fields that readers use; never held while the source or the subscriber runs
+        # protects the fields below and the history; never held while the source or subscriber runs
         self._lock = threading.Lock()
         self._notifying = threading.Lock()  # one call at a time
         self._stop = threading.Event()
@@ -128,7 +128,7 @@ class Sampler:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks since the start."""
+        """The number of ticks since the start, including those no longer in the history."""
         with self._lock:
             return self._history.count
 
@@ -210,7 +210,7 @@ class History:
         if len(column) == before:
             column.append(value)
         else:
-            column[before] = value  # two reports of one training run
+            column[before] = value  # a second report of the same training
 
     def _forget(self) -> None:
         """Drop the oldest ticks, and metrics that have had no value since."""

@@ -57,7 +57,7 @@ class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Entry(msgspec.Struct, frozen=True):
     device: SimulatedDevice
-    sync: Sync | None  # synchronization of several such devices; None: the catalogue's default
+    sync: Sync | None  # cost of synchronizing such devices; None: the catalogue's default
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
@@ -248,7 +248,7 @@ class _LoadMeter:
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
         self._changed_at = now
-        self._past: list[tuple[float, SimulatedLoad]] = []  # seconds of each load until now
+        self._past: list[tuple[float, SimulatedLoad]] = []  # (seconds, load) since the last reading
 
     def change(self, load: SimulatedLoad, now: float) -> None:
         """Set the device's load from the time `now` on."""
@@ -301,7 +301,7 @@ class SimulatedSource:
     def __init__(
         self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None
     ) -> None:
-        # importing its psutil takes 20 ms, which a search doesn't need
+        # importing psutil takes 20 ms, and a search doesn't need it
         from .snapshot_builder import (
             SnapshotBuilder,
         )
@@ -341,7 +341,7 @@ class SimulatedSource:
             )
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all devices."""
+        """Return a snapshot of all devices, with their mean loads since the last snapshot."""
         now = self._builder.begin()
         with self._lock:
             loads = [state.meter.read(now) for state in self._states]
@@ -460,6 +460,6 @@ class SimulatedDevices(Backend):
         )
 
     def open_source(self, found: Discovery) -> Source:
-        """Return a source that computes the readings of the found machine's devices."""
+        """Return a source that computes the readings of a simulated machine's devices."""
         assert found.machine is not None
         return SimulatedSource(found.machine)

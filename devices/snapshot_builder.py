@@ -29,7 +29,7 @@ from .types import (
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """A process on one device, as the driver reports it."""
+    """A process on one device, with its memory and load, as the driver reports it."""
 
     pid: int
     memory_bytes: Reading = UNSUPPORTED
@@ -151,7 +151,7 @@ def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:
     return msgspec.structs.replace(sample, samples_per_second=rate_reading(parts))
 
 
-READ_PERIOD_SECONDS = 0.5  # training processes write no more often
+READ_PERIOD_SECONDS = 0.5  # training processes don't write reports more often
 OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long
 
 # (pid, device id) -> (samples/s, seconds overdue)
@@ -174,7 +174,7 @@ class TrainingRates:
         self._clock = clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
-        # ended ranks of training runs whose other ranks go on
+        # ranks that have ended, of training runs with ranks that still run
         self._ended: Sequence[Training] = ()
         # all reports, with the device ids of the last call of `by_process`
         self.reports: tuple[Training, ...] = ()

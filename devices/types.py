@@ -33,16 +33,16 @@ class Limit(msgspec.Struct, frozen=True):
 class Device(msgspec.Struct, frozen=True):
     """A device of a request: a GPU, a CPU slice or a simulated device."""
 
-    # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, and the same after a
-    # restart
+    # a GPU's UUID, or for example "cpu-0-of-2" or "sim-0-gtx1080ti": unique on a host, and the
+    # same after a restart
     id: str
     index: int  # index among devices of its kind, for display and for frameworks that use indices
     name: str  # the product name
     kind: DeviceKind
     memory_bytes: int | None  # available to a training process, before any limit; None: unknown
-    cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
+    cores: tuple[int, ...] = ()  # the logical CPUs of a CPU slice
     limit: Limit = Limit()
-    host: str = ""  # its address in a Ray cluster; empty: this machine
+    host: str = ""  # its host's address in a Ray cluster; empty: this machine
     bfloat16: bool | None = None  # True if it has hardware for bfloat16; None: unknown
 
     @property
@@ -81,8 +81,8 @@ class Term(msgspec.Struct, frozen=True):
     kind: str  # "auto", or a key of devices/registry.py
     pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
     limit: Limit = Limit()
-    slices: int | None = None  # cpu/N
-    host: str | None = None  # of the Ray cluster; None: this machine, without Ray
+    slices: int | None = None  # N of cpu/N
+    host: str | None = None  # a host of the Ray cluster; None: this machine, without Ray
 
 
 def limited(device: Device, limit: Limit) -> Device:
@@ -103,9 +103,9 @@ class State(StrEnum):
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't report it
-    DENIED = "denied"  # it could, but this user isn't allowed to read it
+    DENIED = "denied"  # the device reports it, but this user may not read it
     LOST = "lost"  # the device fell off the bus, or its driver went away
-    STALE = "stale"  # the last value, too old to be called current
+    STALE = "stale"  # the last value, which is too old to be current; or no value yet
 
 
 # constants, because they are used thousands of times per tick and an enum's member takes five times
@@ -159,7 +159,7 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     device: Device
-    utilization_percent: Reading = UNSUPPORTED  # share of time in which any kernel ran
+    utilization_percent: Reading = UNSUPPORTED  # time in which any kernel ran
     sm_percent: Reading = UNSUPPORTED  # multiprocessors busy (GPM)
     occupancy_percent: Reading = UNSUPPORTED
     tensor_percent: Reading = UNSUPPORTED
@@ -183,9 +183,9 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     link_send_bytes_per_second: Reading = UNSUPPORTED
     fan_percent: Reading = UNSUPPORTED
     ecc_errors: Reading = UNSUPPORTED  # uncorrected, since boot
-    # of training runs that report themselves and of running probes
+    # of training runs that write reports, and of running probes
     samples_per_second: Reading = UNSUPPORTED
-    events: tuple[str, ...] = ()  # XID, ECC, recovery action: newest last
+    events: tuple[str, ...] = ()  # such as XID or ECC errors, the newest last
     note: str = ""  # a message if the whole device has failed ("GPU is lost; ...")
 
 
@@ -229,8 +229,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessSample, ...]
     host: HostSample
     sampling_seconds: float  # seconds that this tick took
-    driver: str = ""  # its version; "" without one
-    notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
+    driver: str = ""  # the driver's version; empty: no driver
+    notes: tuple[str, ...] = ()  # messages such as "No NVIDIA driver: ..."
     # reports of this user's training processes, with these devices' ids
     reports: tuple[Training, ...] = ()
 

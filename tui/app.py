@@ -26,8 +26,8 @@ from .base_app import BaseApp, Sampled, write_crash_log
 from .screens.base import SCREENS
 from .settings import ThemeName
 
-YOUNG_OBJECTS = 10_000  # more than a tick creates and frees, which needs no garbage collection
-# keys that every page spells with a capital
+YOUNG_OBJECTS = 10_000  # more than a tick creates: these objects need no garbage collection
+# keys that all pages write with a capital
 SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")
 MakeScreen = Callable[[], Screen[None]]
 
@@ -62,7 +62,10 @@ def _settings_provider() -> type[Provider]:
 
 
 class EvenerApp(BaseApp):
-    """The app: four screens that share one stream of snapshots and at most one session."""
+    """The full-screen app.
+
+    Its four screens share one stream of snapshots and at most one session.
+    """
 
     TITLE = "evener"
     COMMANDS: ClassVar[set[Any]] = {
@@ -114,8 +117,8 @@ class EvenerApp(BaseApp):
 
     async def on_mount(self) -> None:
         """Open the Monitor or a replay, start sampling, and exit cleanly on SIGTERM and SIGHUP."""
-        # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on
-        # the stack
+        # not by DEFAULT_MODE: from Python 3.12 on, its widgets would be mounted before any screen
+        # is on the stack
         await self.switch_mode("balance" if self._replayed else "monitor")
         if self._replayed:
             self.replay(*self._replayed)
@@ -184,7 +187,7 @@ class EvenerApp(BaseApp):
         await asyncio.to_thread(self.close_threads)
 
     async def action_leave(self) -> None:
-        """Quit the app; ask for confirmation if a search is running."""
+        """Quit the app, after a confirmation if a search is running."""
         from .screens.dialogs import confirm
 
         if not self.searches:
@@ -201,7 +204,7 @@ class EvenerApp(BaseApp):
             self.switch_mode(name)
 
     def action_welcome(self) -> None:
-        """Open the welcome screen, as at the first start."""
+        """Open the welcome dialog, as at the first start."""
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):

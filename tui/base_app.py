@@ -102,7 +102,7 @@ class SessionThread:
         self._thread = threading.Thread(target=self._run, name="evener-session", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the session in its thread, without waiting for it."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -247,7 +247,7 @@ class BaseApp(App[int]):
         self.devices = devices
         self.trainable = trainable
         self.readonly = readonly
-        # the console's font has neither braille nor most signs
+        # the font of the Linux console has neither braille nor most signs
         self.ascii = ascii or os.environ.get("TERM") == "linux"
         self._session_maker = session_maker
         self._session: SessionThread | None = None
@@ -386,7 +386,7 @@ class BaseApp(App[int]):
             self.balance = msgspec.structs.replace(self.balance, paused=paused)
 
     def stop_session(self) -> None:
-        """End the search with the best plan found so far."""
+        """Stop the search; its result is the best plan found so far."""
         if self._session is not None and self.balance.active:
             self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
             self._session.stop()

@@ -28,7 +28,7 @@ OWN_ENTRIES = (
     "switch_theme",
     "command_palette",
     "settings",
-)  # the app offers these by itself
+)  # actions that other entries of the palette offer
 MOVES = (  # actions within a list or a screen: found by a search, but not listed
     "move",
     "page",
@@ -38,7 +38,7 @@ MOVES = (  # actions within a list or a screen: found by a search, but not liste
     "end_filter",
     "refresh",
 )
-KEY_CELLS = 9  # cells in front of the words
+KEY_CELLS = 9  # cells for the key in front of its description
 APP_KEYS = {  # keys of the commands of all screens, by the command's title
     "Show Monitor": "1",
     "Show Balance": "2",
@@ -50,7 +50,7 @@ APP_KEYS = {  # keys of the commands of all screens, by the command's title
     "Quit": "q",
 }
 
-LEAST_SCORE = 0.1  # score of a hit by words that aren't shown
+LEAST_SCORE = 0.1  # score of an entry found by `OTHER_WORDS`
 OTHER_WORDS = {  # words that users may search for instead, by action
     "export": "export save plan.toml",
     "train_here": "launch run start training",
@@ -98,7 +98,7 @@ class OfferedKey(NamedTuple):
 
     @property
     def action(self) -> str:
-        """The name of the binding's action."""
+        """The name of the binding's action, without its parameters."""
         return parse(self.binding.action)[1]
 
 
@@ -182,7 +182,7 @@ class KeysProvider(Provider):
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
 
     async def search(self, query: str) -> Hits:
-        """Yield the keys that match the query."""
+        """Yield the keys whose description, or a word in `OTHER_WORDS`, matches the query."""
         matcher = self.matcher(query)
         for each in self._entries():
             score = matcher.match(each.words)
@@ -194,7 +194,7 @@ class KeysProvider(Provider):
 
 
 class AppProvider(Provider):
-    """Provides the commands of all screens."""
+    """Provides an entry for each command that is the same on all screens."""
 
     async def discover(self) -> Hits:
         """Yield the commands of all screens, which are listed below the keys of the open screen."""
@@ -203,7 +203,7 @@ class AppProvider(Provider):
             yield DiscoveryHit(shown, command, text=title)
 
     async def search(self, query: str) -> Hits:
-        """Yield the commands that match the query."""
+        """Yield the commands whose title matches the query."""
         matcher = self.matcher(query)
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             score = matcher.match(title)
@@ -230,7 +230,7 @@ class RunsProvider(Provider):
         self._runs = await asyncio.to_thread(list_runs)
 
     async def search(self, query: str) -> Hits:
-        """Yield the runs that match the query."""
+        """Yield the runs whose id, workload or devices match the query."""
         matcher = self.matcher(query)
         for run in self._runs:
             words = plain(f"Run {run.run} {run.workload} {' '.join(run.devices)}", 120)
@@ -253,7 +253,7 @@ class SettingsProvider(Provider):
     """Provides an entry for every setting, which opens the settings dialog at that setting."""
 
     async def search(self, query: str) -> Hits:
-        """Yield the settings that match the query."""
+        """Yield the settings whose label matches the query."""
         from .screens.settings_dialog import LABELS
 
         app = cast(BaseApp, self.app)

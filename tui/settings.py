@@ -1,4 +1,4 @@
-"""The app's persistent settings, stored in one TOML file of the user."""
+"""The app's settings, which are stored in a TOML file of the user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_path() -> Path:
-    """Return the path of the settings file, which need not exist."""
+    """Return the path of the user's settings file, which may not exist."""
     import platformdirs
 
     return Path(platformdirs.user_config_dir("evener")) / FILE_NAME

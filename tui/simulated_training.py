@@ -68,7 +68,7 @@ class TrainingSource(SimulatedSource):
         self._first = msgspec.structs.replace(first, step_spread=NOISE, **of_plan)
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all devices and of the training."""
+        """Return a snapshot of the cards and, once it has begun, of the training."""
         if self._first is None:
             return super().sample()
         now = self._clock()

@@ -36,7 +36,7 @@ LIBRARIES = ("textual",)  # installed by the extra `app`
 
 
 def has_app() -> bool:
-    """True if the libraries of the app are installed."""
+    """True if the libraries that the app needs are installed."""
     return all(find_spec(name) is not None for name in LIBRARIES)
 
 
@@ -159,7 +159,9 @@ def _discard_output() -> None:
     """
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or none
+            with contextlib.suppress(
+                AttributeError, OSError, ValueError
+            ):  # the stream may be closed or missing
                 os.dup2(nowhere.fileno(), stream.fileno())  # type: ignore[union-attr]
 
 

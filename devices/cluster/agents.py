@@ -22,10 +22,10 @@ from .connection import Node, list_nodes
 
 T = TypeVar("T")
 ACTOR_LOST = "has lost evener's actor"
-NODE_DIED = "node has died"  # in Ray's message if an actor ended with its node
-RESTART_SECONDS = 30.0  # for one actor
-MOST_RESTARTS = 5  # per host: if an actor was killed this often, the next one would be killed too
-START_SECONDS = 60.0  # for all actors together, as Python and Ray start slowly on a busy host
+NODE_DIED = "node has died"  # part of Ray's message if an actor ended with its node
+RESTART_SECONDS = 30.0  # timeout for restarting one actor
+MOST_RESTARTS = 5  # per host; an actor that was killed this often would be killed again
+START_SECONDS = 60.0  # timeout for all actors together: Python and Ray start slowly on a busy host
 ALIVE_SECONDS = 12.0  # timeout for an answer from a started actor
 ANSWER_SECONDS = 30.0  # timeout of a call
 PARENT_POLL_SECONDS = 1.0
@@ -35,7 +35,7 @@ NODE_LABEL = "ray.io/node-id"  # set by Ray on each node
 THREADS = 64  # per actor: each waiting call holds one
 TICK_SECONDS = 0.2
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import|Attribute)Error:")
-_agents: dict[str, Agent] = {}  # of this process, by host
+_agents: dict[str, Agent] = {}  # the agents of this process, by host
 
 
 class HostLostError(DeviceError):
@@ -61,7 +61,7 @@ class HostActor:
     """The object inside an actor; it calls functions, and keeps objects between calls."""
 
     def __init__(self) -> None:
-        # Ray sets it to 1 for itself; children would inherit it
+        # Ray sets it to 1 for itself, and child processes would inherit that
         os.environ.pop("OMP_NUM_THREADS", None)
         self._kept: dict[str, Any] = {}
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
@@ -301,7 +301,7 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
         ):
             actor = start_actor(node, node.free_gpus if reserve else 0)
             _agents[node.host] = there = Agent(node, actor, reserve)
-        there.node = node  # as it is now
+        there.node = node  # with its current resources
         agents.append(there)
     calls = [agent.begin("gpu_ids") for agent in agents]
     deadline = time.monotonic() + START_SECONDS

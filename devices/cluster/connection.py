@@ -22,7 +22,7 @@ CONNECT_SECONDS = 10.0
 _RAYLET = "raylet"  # Ray's process on each node
 # the preface of HTTP/2, with empty settings
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begins; gRPC is HTTP/2
+_HTTP2_SETTINGS = 4  # type of the first frame of every HTTP/2 server, such as a gRPC server
 
 
 class Node(msgspec.Struct, frozen=True):

@@ -260,7 +260,7 @@ def digest_code() -> str:
     """Return a digest of all of evener's Python files, to compare the code on different hosts."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
-    # in a checkout, some folders are links
+    # in a checkout, some directories are symbolic links
     for folder, folders, files in os.walk(home, followlinks=True):
         folders.sort()
         for file in sorted(file for file in files if file.endswith(".py")):

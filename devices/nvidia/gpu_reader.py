@@ -34,12 +34,12 @@ from .nvml_calls import (
 )
 from .nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading, memory
 
-SLOW_SECONDS = 5.0  # limits that rarely change, and the fan
-ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
+SLOW_SECONDS = 5.0  # period for limits, which rarely change, and the fan
+ENERGY_SECONDS = 9.9  # period for the energy counter, 4.4 ms; it only grows
 ONCE_SECONDS = 3600.0
-CALM_SECONDS = 1.9  # every other second: the temperature, 0.4 ms
-THROTTLE_SECONDS = 3.9  # throttling counters, 1 to 3 ms; they are cumulative, so nothing is missed
-# for rates, because some drivers update counters only ten times a second
+CALM_SECONDS = 1.9  # period for the temperature, 0.4 ms: every other second
+THROTTLE_SECONDS = 3.9  # period for the throttling counters, 1 to 3 ms; they are cumulative
+# shortest time for a rate, because some drivers update counters only ten times a second
 SHORTEST_WINDOW_SECONDS = 0.4
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB = 1 << 20
@@ -90,7 +90,7 @@ CAPPED_BITS = 0x04
 # used instead: GeForce cards stay 5 to 20 % below the driver's value, and at a third of it a device
 # is idle.
 REACHED = 0.75
-LEAST_NAMED_PERCENT = 0.5  # least percentage of a tick for which a reason is named
+LEAST_NAMED_PERCENT = 0.5  # a reason for a smaller part of a tick isn't named
 
 
 class GpuReader:
@@ -123,7 +123,7 @@ class GpuReader:
         }
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._probe_fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
-        self._throttled_before = False  # by the reasons of the monitor's last reading
+        self._throttled_before = False  # whether the monitor's last reading had reasons
         self._mask = 0
         self._mask_at = time.monotonic()
         self._held = self._capped = 0.0
@@ -131,7 +131,9 @@ class GpuReader:
         self._watts = 0.0
         self._watts_at = 0.0
         self._full = Vitals()  # the last full reading
-        self._used_since = 0  # the driver's time up to which the use of each process has been read
+        self._used_since = (
+            0  # time on the driver's clock up to which the processes' use has been read
+        )
         # seconds throttled and at the power cap, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
         self._reached_mhz = 0.0  # the highest clock read so far
@@ -453,9 +455,9 @@ _TRAFFIC = {
 
 
 PERIOD_SECONDS = 2.5
-GRAPHICS_EVERY = 4  # in periods: on a desktop this call takes 4.5 ms
-USE_EVERY = 2  # in periods, while the processes stay the same: 2 ms on an H200
-FIRST_WINDOW_MICROSECONDS = 3_000_000  # part of the driver's buffer to read at first
+GRAPHICS_EVERY = 4  # in periods, because on a desktop this call takes 4.5 ms
+USE_EVERY = 2  # in periods, while the processes stay the same; the call takes 2 ms on an H200
+FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read at first
 
 
 class GpuProcesses:

@@ -36,9 +36,9 @@ VALUE_MEMBERS = (
     "sllVal",
     "siVal",
     "usVal",
-)  # by the type of a field in nvml.h
+)  # member of nvmlValue_t by a field's type, as nvml.h numbers them
 FAILED_RETRY_SECONDS = 5.0  # longest wait after a temporary failure
-Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
+Outcome = tuple[int, float]  # NVML's return code, and the value if the code is SUCCESS
 
 
 class GpuGoneError(Exception):
@@ -245,12 +245,12 @@ def first_value(*readings: Reading) -> Reading:
     )
 
 
-# percent
+# GPM metrics in percent, by id
 SM = 2
 OCCUPANCY = 3
 TENSOR = 5
 DRAM = 10
-# MiB/s
+# GPM metrics in MiB/s, by id
 PCIE_SEND = 20
 PCIE_RECEIVE = 21
 LINK_RECEIVE = 60

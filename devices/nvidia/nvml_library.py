@@ -220,9 +220,10 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """True if the compute capability is 8.0 (Ampere) or higher; None if the driver doesn't say.
+    """True if the GPU has hardware for bfloat16; None if the driver doesn't report it.
 
-    Source: CUDA C++ programming guide, arithmetic instructions.
+    It has if its compute capability is 8.0 (Ampere) or higher. Source: CUDA C++ programming guide,
+    arithmetic instructions.
     """
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)

@@ -56,7 +56,7 @@ class _Slot:
         self.note = ""
         self.retry_at = 0.0
         self.events: tuple[str, ...] = ()
-        # first value of the energy counter, kept if the reader is replaced
+        # first value of the energy counter, which outlives the reader
         self.first_joules: float | None = None
 
 
@@ -93,7 +93,10 @@ class NvmlSource:
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all GPUs."""
+        """Return a snapshot of all GPUs.
+
+        Before that, try to recover a lost driver or lost GPUs.
+        """
         now = self._builder.begin()
         self._heal(now)
         self._watch_events()
@@ -249,7 +252,7 @@ def _drop(slot: _Slot) -> None:
 
 WAIT_MILLISECONDS = 250
 JOIN_SECONDS = 1.5
-KEPT = 5  # events for each GPU
+KEPT = 5  # newest events kept for each GPU
 XID = 0x8
 DOUBLE_BIT = 0x2
 SINGLE_BIT_STORM = 0x200

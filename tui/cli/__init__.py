@@ -1,1 +1,1 @@
-"""The command line: options, streams, sessions, and the code of each command."""
+"""The command line: the options, the output streams, and the code of each command."""

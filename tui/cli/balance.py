@@ -117,7 +117,7 @@ def _read_budget(
         return request, parse_duration(budget[1:], "--budget")
     seconds = parse_budget(budget)
     if resume is not None and seconds is not None and seconds == Request().budget_seconds:
-        run = runs.load_run(resume)  # a session takes the default for no budget at all
+        run = runs.load_run(resume)  # a resumed session treats the default as no budget
         if seconds > (run.header.request.budget_seconds or math.inf):
             return request, seconds - run.record.clock_seconds
     return msgspec.structs.replace(request, budget_seconds=seconds), None

@@ -50,8 +50,8 @@ from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
 
 app = typer.Typer()
-RECORDS_FOLDER = "records"  # in the launcher's: of each process the last one
-SIGNALLED = 128  # an exit code above is that of a signal
+RECORDS_FOLDER = "records"  # in the launcher's folder: the last record of each process
+SIGNALLED = 128  # a larger exit code means that a signal ended the program
 RestartsOption = Annotated[
     int,
     typer.Option(

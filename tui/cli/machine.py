@@ -32,7 +32,7 @@ from evener.printable import align, plain, say
 from ..text.formatting import json_text
 from .options import DevicesOption, JsonOption, RayAddressOption
 
-MOST_NAMED = 8  # devices in the doctor's last line
+MOST_NAMED = 8  # most devices named in the doctor's last line
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 app = typer.Typer()
 
@@ -83,7 +83,7 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     These are the devices that `evener balance` would use.
     """
     if parse_request(devices)[0].host is None:
-        found = discover(devices)  # what can't be had is its own sentence
+        found = discover(devices)  # unavailable devices raise an error of their own
         return check_machine(), _name_devices(found.devices)
     return check_cluster(devices, address), f"the devices of {devices}"
 

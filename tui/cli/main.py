@@ -21,9 +21,9 @@ from evener.printable import plain
 from .options import AsciiOption, DevicesOption, ReadonlyOption, ThemeOption
 from .output import OutputError, ReaderGoneError, guard_streams, report_fault
 
-READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
+READER_GONE_EXIT_CODE = 141  # a shell's exit code for a process that was ended by SIGPIPE
 _LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
-_MODULES = {  # of the commands, in the order of --help
+_MODULES = {  # the module of each command, in the order of --help
     "balance": "balance",
     "compare": "balance",
     "probe": "probe",
@@ -45,7 +45,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # see get_command
+        # `get_command` imports the missing commands
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> int:
     """
     guard_streams()
     code = run(arguments)
-    # all is done; a key pressed twice must not change the exit code
+    # everything is done, so a key pressed twice must not change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
@@ -177,7 +177,7 @@ def run(arguments: list[str]) -> int:
 
     An EvenerError is printed as one sentence, without a traceback.
     """
-    of_script = arguments[:1] in (["launch"], ["run"])  # most of them
+    of_script = arguments[:1] in (["launch"], ["run"])  # most arguments belong to the script
     as_json = "--json" in arguments and not of_script
     try:
         result = app(
@@ -193,7 +193,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ReaderGoneError:
-        return READER_GONE_EXIT_CODE  # the journal has what was measured
+        return READER_GONE_EXIT_CODE  # the measurements are in the journal
     except Exception as error:
         from .usage_errors import usage_fault
 
@@ -217,7 +217,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
         option, equals, rest = argument.partition("=")
         is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()
         if is_option and current and not values:
-            spread.append(current)  # the parser says what is missing
+            spread.append(current)  # the parser will report the missing value
         if option in _LISTS:
             current = option
             values = 0

@@ -303,7 +303,7 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
     yield Line()
     yield from whole_table(TRAININGS, rows, width)
-    # of others the table has it all
+    # the table shows everything about other trainings
     for row in rows:
         if not row.training and len(row.ranks) < 2:
             continue

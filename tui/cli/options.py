@@ -16,7 +16,12 @@ from evener.workloads import registry
 from ..text.parsing import REQUEST_HELP, make_request
 from ..text.workload_help import DEFAULTS
 
-GROUPS = ("What is measured", "Which batches", "How long", "Where results go")  # in --help
+GROUPS = (
+    "What is measured",
+    "Which batches",
+    "How long",
+    "Where results go",
+)  # the groups of options in --help
 WHAT, BATCH, LENGTH, OUTPUT = (partial(typer.Option, rich_help_panel=group) for group in GROUPS)
 TRAINING = (
     "devices",

@@ -49,7 +49,7 @@ class _GuardedFile(io.FileIO):
     def __init__(self, descriptor: int, raises: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._raises = raises
-        self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
+        self._is_terminal = os.isatty(descriptor)  # unknown after a hang-up
 
     def write(self, data: object) -> int:
         """Write `data` and return its number of bytes, even if they were lost."""
@@ -81,8 +81,8 @@ def terminal_columns() -> int | None:
 def draws_screens() -> bool:
     """True if the full-screen app can run here.
 
-    It can run in a browser (Textual's driver is given), and on a terminal that can position the
-    cursor.
+    It can run in a browser, for which Textual's driver is set, and on a terminal that can position
+    the cursor.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True
@@ -99,7 +99,7 @@ def guard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
     sys.stdout = _guarded(1, sys.stdout)
     sys.stderr = _guarded(2, sys.stderr)
@@ -118,7 +118,7 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
     raw = _GuardedFile(descriptor, raises=descriptor == 1)
     encoding = before.encoding if before is not None else "utf-8"
     codecs.register_error("evener.similar", _similar)
-    usual = ("strict", "surrogateescape")  # the latter in the C locale
+    usual = ("strict", "surrogateescape")  # the second one in the C locale
     errors = (
         "evener.similar"
         if descriptor == 2 or before is None or before.errors in usual

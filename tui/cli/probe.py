@@ -1,4 +1,4 @@
-"""`evener probe`: time training at chosen batch sizes."""
+"""The command `evener probe`, which times training at chosen batch sizes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda one: -one.seconds,
 }
 _WIDEST_TEXT = 40
-MOST_DEVICES = 4  # of a run that are named
+MOST_DEVICES = 4  # most devices of a run that are named
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 ForceOption = Annotated[
     bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
@@ -93,7 +93,7 @@ def list_runs(
 ) -> None:
     """List past runs, the newest first: their state, and why they failed."""
     if context.invoked_subcommand is not None:
-        # which take these options too, as in `runs --json list`
+        # these subcommands take the options too, as in `runs --json list`
         if context.invoked_subcommand in ("list", "show"):
             given = {name: value for name, value in context.params.items() if value}
             context.default_map = {context.invoked_subcommand: given}
@@ -107,7 +107,7 @@ def list_runs(
     key = _KEYS.get(order or "")
     if key is not None:
         matching = sorted(matching, key=key)
-    listed = list(islice(matching, most))  # unsorted, no older journal is read
+    listed = list(islice(matching, most))  # if unsorted, older journals aren't read
     if as_json:
         print(json_text({"runs": listed}))
     elif listed:
@@ -418,7 +418,7 @@ def replay(
 
     named = Path(source).is_file() or "/" in source
     record = journal.read(Path(source), foreign=True) if named else store.read_run(source)
-    read_job(record.header)  # its faults are raised before the screen opens
+    read_job(record.header)  # raises its errors before the screen opens
     if as_text or not draws_screens():
         print_events(store.recorded_events(record))
         return

@@ -1,4 +1,4 @@
-"""Runs a session for a command: shows its progress, saves the plan, and stops on signals."""
+"""Runs a session for a command: shows its progress, saves its plan, and stops it on signals."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .output import ReaderGoneError, report_fault
 if TYPE_CHECKING:
     from rich.live import Live
 
-MOST_DEVICES = 20  # devices that are shown
-PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first one
+MOST_DEVICES = 20  # most devices that are shown
+PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 
 class _Progress:
@@ -45,7 +45,7 @@ class _Progress:
     def __init__(self) -> None:
         self.state = SessionState()
         self.messages: list[str] = []
-        self.drawn = False  # True while the lines are on a terminal
+        self.drawn = False  # True while there are live lines on a terminal
 
     def say(self, text: str) -> None:
         """Show a message below the live lines; without live lines, print it to standard error."""

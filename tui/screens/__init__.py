@@ -1,1 +1,1 @@
-"""The four screens, the form and the dialogs."""
+"""The app's four screens, the form of a search, and the dialogs."""

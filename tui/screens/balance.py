@@ -1,4 +1,4 @@
-"""The Balance screen: a form that defines a search, then the running search, then its result."""
+"""The Balance screen: a form that defines a search, then the search, then its result."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def _is_measuring(self) -> bool:
-        """True while a search is measuring."""
+        """True while a search is running and has no result yet."""
         state = self.evener.balance
         return state.active and state.finished is None
 
@@ -167,7 +167,7 @@ class BalanceScreen(RunActions, PanelScreen):
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
     def action_export(self) -> None:
-        """Ask for a path, and write the plan to it."""
+        """Ask for a path, and write the search's plan to it."""
         finished = self.evener.balance.finished
         if finished is not None:
             dialog = plan_dialog(self.evener, finished.plan, self.chosen_run, finished)

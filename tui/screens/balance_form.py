@@ -1,6 +1,7 @@
 """The form that starts a search.
 
-It has the model, the devices, the global batch and the budget, and all other options under "more".
+It has fields for the model, the devices, the global batch and the budget; all other options are
+under "more".
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ HINT_ROWS = 3
 COMPLAINT_ROWS = 4
 MOST_DEVICE_ROWS = 6
 LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 16
-LESSON_ROWS = 9  # rows of the text below the form on what a search does
-ROWS_BESIDE_LESSON = 6  # least rows of models beside which that text is shown
+LESSON_ROWS = 9  # lines of the lesson below the form, which says what a search does
+ROWS_BESIDE_LESSON = 6  # least lines of models if the lesson is shown
 _BUTTON_CELLS = 30
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
@@ -328,11 +329,11 @@ class BalanceForm(UsesApp, Vertical):
 
     @property
     def model(self) -> Model:
-        """The chosen model."""
+        """The model that is ticked in the list."""
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show the rows that depend on the changed choice."""
+        """Show or hide the rows that depend on the changed choice."""
         self.show_rows()
 
     def show_rows(self) -> None:
@@ -393,7 +394,7 @@ class BalanceForm(UsesApp, Vertical):
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
 
     def on_resize(self) -> None:
-        """Redraw for the new size."""
+        """Set the heights of the form's parts again for the new size."""
         self.call_after_refresh(self.redraw)
 
     @on(Button.Pressed, "#start")
@@ -407,7 +408,7 @@ class BalanceForm(UsesApp, Vertical):
         self.action_try()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Tick "another file" when the user types its name."""
+        """Tick the entry "another file" when the user types a file's name."""
         if event.input.id == "own" and event.value.strip() and self.model.name:
             names = [model.name for model in self._models]
             self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
@@ -415,7 +416,7 @@ class BalanceForm(UsesApp, Vertical):
             self.show_rows()
 
     def on_input_submitted(self) -> None:
-        """Move to the next field on Enter."""
+        """Move the focus to the next field when Enter is pressed."""
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -423,11 +424,11 @@ class BalanceForm(UsesApp, Vertical):
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
-        """Show or hide the other options."""
+        """Show the options under "more", or hide them."""
         self.query_one("#more", OneOf).action_change(1)
 
     def action_send(self) -> None:
-        """Read the form and start the search."""
+        """Start the search that the form describes, or show what is wrong in the form."""
         read = self._read_or_complain()
         if read is not None:
             self.evener.start_session(*read)

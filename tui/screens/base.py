@@ -23,8 +23,8 @@ from ..view.monitor import status_texts, top_line
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
 
-NARROW = 100  # least columns of the terminal for panels side by side
-LOW = 30  # least rows of the terminal for frames
+NARROW = 100  # a terminal with fewer columns has stacked panels
+LOW = 30  # a terminal with fewer lines has no frames
 ALWAYS = 3  # keys at the end of the bar that are shown at any width
 WHERE_WIDE = (  # actions whose keys are shown last, if there is room
     "next_sort",
@@ -94,7 +94,7 @@ class PanelScreen(UsesApp, Screen[None]):
 
 
 class SnapshotScreen(PanelScreen):
-    """A screen that shows the newest snapshot or, while paused, the one at which it was paused."""
+    """A screen that is redrawn at each new snapshot until the user pauses it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
@@ -174,7 +174,7 @@ class SortedScreen(PanelScreen):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
-    FILTERED = ""  # the columns that a filter searches, as its field names them
+    FILTERED = ""  # the columns in which the filter searches, for its placeholder
 
     def filter_field(self) -> Input:
         """Return a new field for the filter, which is hidden until the user opens it."""
@@ -201,7 +201,7 @@ class SortedScreen(PanelScreen):
         self._close_filter()
 
     def action_end_filter(self) -> None:
-        """Remove the filter and all marks."""
+        """Remove the filter and all marks, and focus the list."""
         self.query_one("#filter", Input).value = ""
         self.sorted_panel.untag()
         self._close_filter()
@@ -231,7 +231,7 @@ class TopBar(Lines):
             self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the line."""
+        """Rebuild the line for the newest snapshot and the current width."""
         app = self.evener
         right: tuple[str, ...] = ()
         if app.snapshot is not None:
@@ -255,7 +255,7 @@ class KeysBar(Lines):
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
     def redraw(self) -> None:
-        """Rebuild the line."""
+        """Rebuild the line from the active key bindings."""
         active = [each.binding for each in self.screen.active_bindings.values()]
         by_action: dict[str, Binding] = {}
         more: dict[str, Binding] = {}

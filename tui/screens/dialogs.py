@@ -82,7 +82,7 @@ class DetailsDialog(Dialog[None]):
             yield Text()
 
     def on_mount(self) -> None:
-        """Redraw at each new snapshot."""
+        """Redraw the page at each new snapshot, because its text may change."""
         self.watch(self.app, "snapshot", self.redraw)
 
     def on_resize(self) -> None:

@@ -40,7 +40,7 @@ from ..widgets.lists import ListPanel, SortedPanel
 from ..widgets.timelines import TimelinePanel
 from .base import SnapshotScreen, SortedScreen
 
-_BARS = 3  # rows for the top bar, the host and the keys
+_BARS = 3  # lines for the top bar, the host and the keys
 
 
 class MonitorScreen(SnapshotScreen, SortedScreen):
@@ -70,7 +70,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Draw the newest snapshot or, while paused, the one at which the screen was paused."""
+        """Draw the current snapshot or, while paused, the one at which the screen was paused."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -233,7 +233,7 @@ class DevicePanel(ListPanel[PanelRow]):
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
         self.folded: frozenset[str] = frozenset()  # hosts whose devices are hidden
-        self.has_graphs = False  # each device has graphs below, which show more than its history
+        self.has_graphs = False  # True if every device has graphs, which replace its history
 
     @property
     def position(self) -> Position:

@@ -37,7 +37,7 @@ from ..widgets.lists import ListPanel
 from .base import SnapshotScreen
 from .dialogs import confirm
 
-_BARS = 2  # rows for the top bar and the keys
+_BARS = 2  # lines for the top bar and the keys
 _LEAST_LOG = 5
 
 
@@ -85,7 +85,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Set the height of each panel to suit the training `row`; None if there is no training."""
+        """Set the height of each panel; `row` is the training to show, or None."""
         frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS

@@ -18,7 +18,7 @@ from ..view.cells import Line, Mark, Span, line, text_lines
 from ..widgets.lines import Lines
 from .dialogs import Dialog
 
-TEXT_ROWS = 2  # most rows of the text on a way to begin
+TEXT_ROWS = 2  # most lines of a way's description
 
 
 class StartChoice(NamedTuple):
@@ -46,10 +46,10 @@ class StartChoices(Lines):
         super().__init__(id="start-choices")
         self.choices: tuple[StartChoice, ...] = ()
         self.cursor = 0
-        self._first_rows: list[int] = []  # first row of each way to begin
+        self._first_rows: list[int] = []  # index of the first line of each way to begin
 
     def offer(self, choices: tuple[StartChoice, ...]) -> None:
-        """Show these ways to begin."""
+        """Show these ways to begin in place of the previous ones."""
         self.choices = choices
         self.redraw()
 

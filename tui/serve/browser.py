@@ -34,8 +34,8 @@ except ImportError:
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 5.0  # seconds for the visitors' processes to end
-MOST_SILENT = 64  # open connections without a request from the user's page,
-SILENT_SECONDS = 10.0  # and how long each may stay open
+MOST_SILENT = 64  # most open connections without a request from the user's page
+SILENT_SECONDS = 10.0  # how long each of them may stay open
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REFUSED = "Open the address that evener printed, in a browser on this machine."
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,7 +64,7 @@ class SilentConnections:
             ends.cancel()
 
     def close(self, connection: web.RequestHandler) -> None:
-        """Close a connection."""
+        """Close a connection that sent no request from the user's own page in time."""
         self.remove(connection)
         connection.force_close()
 
@@ -178,7 +178,7 @@ def serve_browser(command: Sequence[str], port: int) -> int:
         ):
             listening.bind((HOST, port))
             listening.listen()
-        # its libraries print a traceback for each malformed request
+        # the server's libraries would print a traceback for each malformed request
         logging.disable(logging.CRITICAL)
         return asyncio.run(BrowserServer(command).run(listening))
 

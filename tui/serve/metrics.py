@@ -63,7 +63,7 @@ class _Clients:
 
     def __init__(self) -> None:
         self._since: dict[socket.socket, float] = {}  # monotonic seconds
-        self._cut: set[socket.socket] = set()  # their threads are about to close them
+        self._cut: set[socket.socket] = set()  # shut down; their threads will close them
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
@@ -107,10 +107,10 @@ class _Clients:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_SECONDS  # without a byte
+    timeout = REQUEST_SECONDS  # seconds without receiving a byte
 
     def log_message(self, *_: object) -> None:
-        """Log nothing: standard error may be the app's terminal."""
+        """Log nothing, because standard error may be the app's terminal."""
 
 
 class _Server4(ThreadingWSGIServer):
@@ -281,7 +281,7 @@ _DEVICES = (  # name, field of DeviceSample, factor, help
         "Samples/s of all trainings on the device.",
     ),
 )
-# name, field of Training, help; 0 is unknown and left out, except where a training stands still
+# name, field of Training, help; 0 means unknown and is left out
 _TRAININGS = (
     ("evener_tokens_per_second", "tokens_per_second", "Tokens/s of the rank, without padding."),
     ("evener_padding_ratio", "padding", "Ratio of the computed tokens that is padding."),
@@ -305,7 +305,7 @@ _TRAININGS = (
     ),
 )
 
-_NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left out
+_NOISE = (  # name, field of NoiseScale, help; unknown ends are left out
     ("evener_noise_scale_rows", "rows", "Noise scale of the training's gradient."),
     ("evener_noise_scale_low_rows", "low", "The lower end of its 95 % interval."),
     ("evener_noise_scale_high_rows", "high", "The upper end of its 95 % interval."),

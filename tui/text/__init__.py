@@ -1,1 +1,1 @@
-"""Text for terminals: numbers, tables and progress lines. Imports no screen."""
+"""Text for terminals: numbers, tables and progress lines. It imports no screen."""

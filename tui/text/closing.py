@@ -1,4 +1,4 @@
-"""The lines that the terminal shows about a search after the app is closed."""
+"""The lines about a search that the terminal shows after the app was closed."""
 
 from __future__ import annotations
 

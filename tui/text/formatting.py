@@ -1,4 +1,4 @@
-"""Formats numbers, sentences and tables, for people and for programs."""
+"""Formats numbers, sentences and tables for people, and JSON and TOML for programs."""
 
 from __future__ import annotations
 

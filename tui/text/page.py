@@ -1,7 +1,7 @@
 """Renders the report of a run as one self-contained HTML page.
 
-It has inline SVG, no scripts and no network requests, and suits dark and light themes, desktops and
-phones.
+The page has inline SVG, no scripts and no network requests. It suits dark and light themes,
+desktops and phones.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def html_page(report: ReportData) -> str:
 
 
 def _verdict(report: ReportData) -> Iterator[str]:
-    """Yield the recommendation, a comparison of the plan with its rivals, and the next commands."""
+    """Yield the recommendation, the plan's gain over each rival, and the next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -134,7 +134,7 @@ def _verdict(report: ReportData) -> Iterator[str]:
 
 
 def _remarks(report: ReportData) -> Sequence[str]:
-    """Return the sentences of the verdict that follow its headline."""
+    """Return the sentences of the verdict that follow its first line."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]
@@ -259,7 +259,7 @@ def _ranking_row(
 
 
 def _probes(report: ReportData) -> str:
-    """Draw the timeline: when each probe ran, coloured by its stage, and its result."""
+    """Return the timeline: when each probe ran, coloured by its stage, and its result."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []

@@ -1,4 +1,4 @@
-"""Draws the chart of a report as inline SVG: samples/s of each device alone by batch size.
+"""Draws the chart of a report as inline SVG: each device's solo samples/s by batch size.
 
 Batch sizes are on a logarithmic axis, as in the app. Both axes have round ticks (1, 2, 5, 10, ...).
 """
@@ -102,7 +102,10 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that cover all points, batch sizes that ran out of memory and the frontier."""
+    """Return axes whose ranges contain all points, all failed batch sizes, and the frontier.
+
+    A failed batch size is one that ran out of memory.
+    """
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

@@ -65,9 +65,11 @@ REQUEST_HELP = {
 }
 _FRAMEWORKS = ("tensorflow", "torch")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_LIKE_ROWS = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)  # no run's id
+_LIKE_ROWS = re.compile(
+    r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE
+)  # looks like a number, not like a run's id
 _THOUSANDS = re.compile(r",(?=\d{3}(?!\d))")
-# linear: no digit is read twice
+# possessive quantifiers make matching linear
 _PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *")
 
 
@@ -112,7 +114,7 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """Parse a maximum slowdown such as 10% or 0.1 into a fraction.
+    """Parse a maximum slowdown such as 10% or 0.1 into a fraction of 0 or more.
 
     Raises RequestError for any other text.
     """
@@ -156,7 +158,10 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """Return the RequestError for an option whose text isn't of the expected kind."""
+    """Return the RequestError for an option whose text isn't of the expected kind.
+
+    `kind` names what is expected, and `example` is a valid text.
+    """
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 
@@ -189,9 +194,9 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """Split a comma-separated list such as `solo,even`. Return None if `text` is None.
+    """Split a comma-separated list such as `solo,even` into words; return None for None.
 
-    Raises RequestError for an empty item.
+    Raises RequestError for an empty word.
     """
     if text is None:
         return None

@@ -23,7 +23,7 @@ from evener.printable import plain
 from .formatting import Table, energy_cells
 from .summaries import outcome_name, share_text
 
-SCALING_STEPS = 1000  # the tables have the seconds of this many steps
+SCALING_STEPS = 1000  # the tables give the seconds for this many steps
 RANKING_NOTE = (
     "±: half of the 95 % interval. waiting: part of a step in which even the busiest device "
     "waits for others or for"

@@ -1,6 +1,6 @@
-"""Collects what a report of a run shows: verdict, curves, ranking and timeline.
+"""Collects what the report of a run shows: verdict, curves, ranking and timeline.
 
-It draws nothing.
+The module draws nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evener.printable import plain
 
 from .summaries import write_part
 
-THE_PLAN = "the plan"  # in the ranking
+THE_PLAN = "the plan"  # its name in the ranking
 
 
 class MeasuredCurve(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class MeasuredCurve(msgspec.Struct, frozen=True):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """The data of a run's report, ready to be drawn."""
+    """The data of a run's report, ready to be drawn; sequences by device are in the run's order."""
 
     header: Header
     labels: tuple[str, ...]
@@ -47,10 +47,10 @@ class ReportData(msgspec.Struct, frozen=True):
     curves: tuple[MeasuredCurve, ...]
     ranking: tuple[Evidence, ...]  # the plan and its rivals, the fastest first
     seen: tuple[ObservationEntry, ...]
-    rivals: tuple[RatedLayout, ...]  # the plan first, then what it is compared with
-    steps: tuple[str, ...]  # what comes next, with the commands
-    written: VerdictText | None = None  # the verdict in words; None for a run without one
-    frontier: Sequence[Point] = ()  # (batch, samples/s, worth); empty: unknown noise scale
+    rivals: tuple[RatedLayout, ...]  # the plan, then the layouts that it is compared with
+    steps: tuple[str, ...]  # the next steps, with their commands
+    written: VerdictText | None = None  # the verdict as sentences; None for a run without a verdict
+    frontier: Sequence[Point] = ()  # (batch, samples/s, worth); empty if the noise scale is unknown
 
 
 def read_report(name: str) -> ReportData:

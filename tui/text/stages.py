@@ -1,4 +1,4 @@
-"""Short names for the stages of a search, shared by the app and the report."""
+"""The short names of a search's stages, which the app and the report share."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ from evener.training.noise_scale import describe
 from .formatting import Table, energy_cells, folded
 from .stages import STAGE_WORDS
 
-DOUBTS = {  # doubts about one measurement, printed behind its samples/s
+DOUBTS = {  # doubts about a measurement, printed after its samples/s
     "not_finite": "loss not finite",
     "slow_start": "still warming up",
     "drift": "speed drifting",
@@ -272,7 +272,9 @@ def verdict_lines(
     verdict (`found`), the lines are those of its stored text `verdict`.
     """
     first, *others = verdict.split("\n")
-    written = VerdictText(first, "", "", remarks=tuple(others))  # of a run that kept only the text
+    written = VerdictText(
+        first, "", "", remarks=tuple(others)
+    )  # a run by an older version has only the text
     said: Sequence[str] = ()
     if found is not None:
         written = write_verdict(found)
@@ -448,7 +450,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
     for rival in plan_rivals(plan, tuple(labels), at_batch=True):
         if rival.batches == own.batches and plan.layout.traits.by_shares:  # the plan itself
             continue
-        if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach it
+        if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach the sum
             continue
         where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
         text = _versus(own, rival) if with_gains else _only_notes(own, rival)
@@ -525,8 +527,8 @@ def _versus(own: RatedLayout, rival: RatedLayout) -> str:
     return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
 
 
-LATEST = 1e11  # seconds since the epoch that a date can be made of
-WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the last line
+LATEST = 1e11  # latest Unix time that can be formatted as a date
+WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
 
 
 def training_report(training: RecordedTraining) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""The text of `evener help workload`: the built-in workloads, and how to measure your own model."""
+"""The text of `evener help workload`.
+
+It lists the built-in workloads, and says how to measure your own model.
+"""
 
 from __future__ import annotations
 

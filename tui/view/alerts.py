@@ -13,7 +13,7 @@ from evener.devices.types import DeviceSample, Snapshot, State
 from evener.live.files import Training
 from evener.printable import plain
 
-BELOW_LIMIT = 3.0  # °C under the temperature at which a device slows itself down
+BELOW_LIMIT = 3.0  # °C below the temperature at which a device throttles itself
 IDLE_PERCENT = 5.0
 SECONDS = {  # seconds that a problem must last before it is reported
     "hot": 10.0,
@@ -22,7 +22,7 @@ SECONDS = {  # seconds that a problem must last before it is reported
     "silent": 10.0,
     "below plan": 300.0,
 }
-SILENT_REPORT_SECONDS = 30.0  # seconds without a report after which a training is called silent
+SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by more seconds
 
 
 class Alert(NamedTuple):

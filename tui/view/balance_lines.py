@@ -44,8 +44,8 @@ from .cells import (
 from .charts import bar
 
 DETAILED_SHARES = 8  # most devices for which the legend has percentages beside the samples
-MOST_NAMED = 6  # devices of a layout; the others are counted
-MOST_ROWS = 6  # rows of the layout, enough to show it whole for many devices
+MOST_NAMED = 6  # most devices of a layout that are named; the others are counted
+MOST_ROWS = 6  # most lines of the layout, enough to show it whole for many devices
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
@@ -84,7 +84,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 def _measures_alone(state: SessionState) -> bool:
     """True if a search on several devices has measured no split yet.
 
-    Shares would then look like a decision, so they aren't shown.
+    Then no shares are shown, because they would look like a decision.
     """
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
@@ -219,11 +219,11 @@ def write_fastest(state: SessionState) -> str:
     return f"{where}: in one measurement, {percent(gain, 1)} more"
 
 
-USUAL_NAME = 18  # a narrower row has only an interval or a gain
-_RIVAL_CELLS = 54  # cells of a row without its name and its bar
-_ROOMY_CELLS = 80  # cells of a row from which on longer names are shown whole
-_WHOLE_CELLS = 51  # a narrower row has an interval or a gain, and nothing else
-_BRIEF_CELLS = 10  # cells of such a row without its name and its gain
+USUAL_NAME = 18  # usual cells of a layout's name
+_RIVAL_CELLS = 54  # cells of a line without its name and its bar
+_ROOMY_CELLS = 80  # a line with more cells shows longer names whole
+_WHOLE_CELLS = 51  # a narrower line has either an interval or a gain, and nothing else
+_BRIEF_CELLS = 10  # cells of such a narrow line without its name and its gain
 
 
 def _rival_line(
@@ -365,8 +365,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 def _search_progress(state: SessionState) -> str:
     """Return what is being measured and why.
 
-    If every running probe is still building its model, return the devices on which models are
-    built.
+    While every running probe is still building its model, return the devices on which that happens.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):

@@ -22,9 +22,9 @@ class Mark:
     `to_ascii` replaces each by a similar ASCII sign for terminals without Unicode.
     """
 
-    FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
-    LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
-    SHADE = "░"  # a cell of a graph under its edge
+    FULL, HALF, TRACK = "━╸─"  # of a bar: a filled cell, half a filled cell, an empty cell
+    LEVELS = " ▁▂▃▄▅▆▇█"  # a cell of a graph, from empty to filled
+    SHADE = "░"  # a cell of a graph below its edge
     BLOCK = "█"  # a cell of a thick bar
     NONE = "–"  # the device doesn't report the value
     PENDING = "…"  # no value yet: a rate needs two readings
@@ -69,15 +69,15 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` with every non-ASCII character replaced by an ASCII sign of the same width."""
-    for sign in ("± ", "±\u00a0", " ±"):  # two cells in both
+    """Return `text` with every other character replaced by ASCII of the same width in cells."""
+    for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
     return text if text.isascii() else "".join(map(_ascii_sign, text))
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return a letter without its accents; for any other sign, a question mark for each cell."""
+    """Return a letter without its accents, or a question mark for each cell of another sign."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]
@@ -87,7 +87,7 @@ def _ascii_sign(sign: str) -> str:
 DeviceTone = Literal[
     "device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"
 ]
-Shade = Literal[  # a tone that is mixed with the background: the lower rows of a graph
+Shade = Literal[  # a tone mixed with the background, for the lower lines of a graph
     "accent.mid",
     "accent.low",
     "memory.mid",
@@ -100,7 +100,7 @@ Shade = Literal[  # a tone that is mixed with the background: the lower rows of 
     "heat.low",
 ]
 Tone = Literal[
-    "text",  # ordinary
+    "text",  # ordinary text
     "dim",  # less important: units, captions, what is missing
     "title",  # column heads and captions
     "strong",  # the most important
@@ -209,7 +209,7 @@ def fit(
 def span_cells(spans: Iterable[Span]) -> int:
     """Return the number of terminal cells that the spans take together."""
     taken = 0
-    for text, _, _ in spans:  # calls would take most of the time, for every cell of a table
+    for text, _, _ in spans:  # not by `cells`: calls would take most of the time
         taken += len(text) if text.isascii() else _count_cells(text)
     return taken
 
@@ -237,7 +237,10 @@ def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
 def pad(
     spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left"
 ) -> tuple[Span, ...]:
-    """Return the spans in exactly `width` cells: truncated on the right, or padded with spaces."""
+    """Return the spans in exactly `width` cells: truncated on the right, or padded with spaces.
+
+    `align` says on which side the text is if spaces are added.
+    """
     missing = width - span_cells(spans)
     if missing == 0:
         return spans

@@ -17,7 +17,7 @@ from .cells import Mark, Span, Tone, cells
 
 History = Callable[
     [str, str, int], tuple[float | None, ...]
-]  # a device's key, metric, ticks -> values, oldest first
+]  # (key of a device, metric, number of ticks) -> values, the oldest first
 GIB = 1024.0**3
 STATE_WORDS = {
     State.UNSUPPORTED: "not reported by this device",
@@ -143,9 +143,9 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone for a percentage of throttled time.
+    """Return the tone for the percentage of time in which a device is throttled.
 
-    It is "warn" from 0.5 % on, "bad" from 20 % on, and else "dim".
+    It is "bad" from 20 % on, "warn" from 0.5 % on, else "dim".
     """
     if number >= 20:
         return "bad"
@@ -252,7 +252,10 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
 
 
 def nice_ceiling(number: float) -> float:
-    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, so that an axis rarely changes."""
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, for the upper end of an axis.
+
+    Such an end rarely changes while values grow.
+    """
     if number <= 0 or not math.isfinite(number):
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))

@@ -1,4 +1,4 @@
-"""The device table: a row for each device, and why a value is missing.
+"""The device table: a row for each device, with each metric or the reason why it is missing.
 
 The devices of a cluster are listed below their hosts.
 """
@@ -35,7 +35,7 @@ from .charts import (
 from .ranks import Work, work_by_device
 from .table import Column, Grid, table_row
 
-NEWEST_TICKS = 48  # ticks of a row's history
+NEWEST_TICKS = 48  # most ticks in the history of a row
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -159,7 +159,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of `field` from all devices that have one."""
+    """Return the current values of the field `field`, without devices that have none."""
     return _current([getattr(sample, field) for sample in samples])
 
 

@@ -40,8 +40,8 @@ from .table import TAG, Column, Grid, text_cell
 from .teaching import NO_PROCESS, NO_TRAINING, Lesson
 from .timelines import LEAST_ROWS, MOST_ROWS
 
-GRAPHS_BESIDE = 2  # rows in addition to the graphs: the heading and the time axis
-LEAST_TERMINAL = 40  # least columns for a graph
+GRAPHS_BESIDE = 2  # lines in addition to the graphs: the heading and the time axis
+LEAST_TERMINAL = 40  # least terminal columns for graphs
 
 
 def arrange(

@@ -20,7 +20,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 BRAILLE = 0x2800
 LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # least cells of a readable chart
 CELLS_PER_TICK = 8, 2  # least cells between ticks along x and y: closer labels would touch
-_DASH = 3  # of this many dots, one is drawn where a curve is a prediction
+_DASH = 3  # where a curve is a prediction, one of this many dots is drawn
 _HATCH = "╱"
 
 
@@ -53,7 +53,7 @@ class Series(NamedTuple):
 
 
 class Zone(NamedTuple):
-    """A hatched range of x, such as the batch sizes that run out of memory."""
+    """A hatched range of x, such as the batch sizes that run out of memory; `label` names it."""
 
     low: float
     high: float = math.inf
@@ -81,7 +81,7 @@ class Axis(NamedTuple):
         return max(0.0, min(1.0, share))
 
     def ticks(self, most: int) -> list[float]:
-        """Return round numbers on the axis, about `most` of them."""
+        """Return about `most` round numbers on the axis, at which it has labels."""
         if not self.log2:
             steps = axis_ticks(self.high - self.low, most)
             return [self.low + step for step in steps]
@@ -127,7 +127,7 @@ class Chart(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True for a chart without any point or line."""
+        """True if no series has a point or a line."""
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
@@ -211,7 +211,7 @@ class Frame(NamedTuple):
 
     x: Axis
     y: Axis
-    left: int  # cells for the y labels and the axis
+    left: int  # cells to the left of the plot, for the y labels and the axis
     width: int  # cells of the plot
     height: int
 

@@ -21,10 +21,12 @@ from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
 from evener.training.step_limits import MeasuredRank, TrainingAnalysis
 from evener.training.step_sums import RankStep, StepSums
 
-SILENT_STEPS = 3.0  # steps by which the report of a silent rank is late, at least
-# in % of the time throttled, or of a device's multiprocessors that another process uses
+SILENT_STEPS = 3.0  # a rank is silent if its report is late by more steps
+# least percentage to report: of throttled time, or of a device's use by another process
 LEAST_PERCENT = 5.0
-MOST_PASSES = 1000  # passes of a share; a report with more is wrong, and would take long to write
+MOST_PASSES = (
+    1000  # most passes of a share; a report with more is wrong, and would take long to write
+)
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
@@ -64,7 +66,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
 
 SILENT = "silent"  # the kind of cause for a rank that doesn't report
-HOT = ("thermal", "temperature", "heat")  # words in reasons for low clocks
+HOT = ("thermal", "temperature", "heat")  # words in throttling reasons that mean heat
 
 DOING: dict[Doing, str] = {  # what a silent rank is doing
     "": "silent",
@@ -82,11 +84,13 @@ class Cause(msgspec.Struct, frozen=True):
     The numbers in the text are also fields, so that programs needn't parse the text.
     """
 
-    kind: str  # the kind of a limit, or silent
+    kind: str  # the kind of a limit, or SILENT
     text: str
     rank: str = ""  # rank or device that is the cause; empty: all ranks
     seconds: float = 0.0  # seconds of a step, or of silence
-    part: float = 0.0  # fraction of a step, of the time (throttled) or of the device (neighbour)
+    part: float = (
+        0.0  # fraction of a step, of throttled time, or of the device's use by another process
+    )
     others_wait: bool | None = False  # None: the other ranks' progress is unknown
 
 
@@ -279,7 +283,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _describe_silence(row: RankRow) -> str:
-    """Return what a silent rank is doing, and for how long."""
+    """Return in which part of a step a rank is silent, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 

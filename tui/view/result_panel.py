@@ -33,8 +33,8 @@ from .table import whole_table
 
 WIDEST_NAME = 30
 GAIN_CELLS = 14
-MOST_LEGEND = 3  # most rows of the legend of shares
-MOST_REMARK = 8  # most rows of one remark, enough that none is cut
+MOST_LEGEND = 3  # most lines of the legend of shares
+MOST_REMARK = 8  # most lines of a remark, enough that no remark is truncated
 LEAST_BAR = 8
 BAR_SIGN = "▇"
 PLAN_NAME = "this plan"

@@ -15,7 +15,7 @@ from evener.printable import plain
 from .cells import Line, Mark, Span, Tone, cut, fit, line, text_lines
 
 LABEL_CELLS = 14
-CHANGE_CELLS = 14  # least cells of the change
+CHANGE_CELLS = 14  # least cells of the column with the change
 MOST_CELLS = 44  # most cells of a value, so that compared values are close together
 
 

@@ -22,7 +22,7 @@ from .result_panel import everything_lines
 from .search_log import LOG, log_rows
 from .table import TAG, Column, table_lines, text_cell, whole_table
 
-LEAST_MEASUREMENTS = 5  # least rows below a plan for listing measurements
+LEAST_MEASUREMENTS = 5  # least lines below a plan for listing measurements
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
     "finished": "good",

@@ -26,7 +26,7 @@ from .charts import bar
 from .devices import DEVICE_COLUMNS, DeviceRow, short_name
 from .table import Column, Grid
 
-ALONE_CELLS = 14  # cells of a device's best without its bar
+ALONE_CELLS = 14  # cells of a device's best throughput without its bar
 LEAST_BAR = 8
 LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
@@ -131,7 +131,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     if running is None or running.relative_interval is None:
         return (Span(""),)
     settled: Tone = "good" if running.relative_interval <= 0.01 else "text"
-    # the blank is the second cell of +-, where there is no ±
+    # in ASCII, ± becomes +- and takes the blank's cell too
     text = f" ±{percent(running.relative_interval, 1)}"
     rounder = f" ±{percent(running.relative_interval)}"
     return (Span(text if cells(text) <= width else rounder, settled),)

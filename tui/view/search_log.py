@@ -42,7 +42,7 @@ class LogRow(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> Observation:
-        """The measurement."""
+        """The measurement itself: timed, out of memory, or failed."""
         return self.entry.seen
 
 

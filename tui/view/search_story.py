@@ -32,7 +32,7 @@ _PHASE_OF: dict[Stage, Phase] = {
     stage: phase for phase, stages in PHASES.items() for stage in stages
 }
 MOST_NAMED = 4  # most devices of a layout that a sentence names
-BETWEEN_CELLS = 3  # of the line from one phase to the next
+BETWEEN_CELLS = 3  # cells of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:

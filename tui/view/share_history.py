@@ -9,9 +9,9 @@ from evener.live.files import ShareChange
 from .cells import Line, Mark, Span, Tone, cells, device_tone
 from .ranks import RankRow
 
-LEAST_LANE = 16  # cells
+LEAST_LANE = 16  # least cells of a lane
 MARGIN = 0.15  # fraction of the shown time that is before the first change
-HIGHEST = 7  # eighths of a cell, for the largest share: lanes don't touch
+HIGHEST = 7  # eighths of a cell for the largest share, so that lanes don't touch
 
 
 def share_lines(
@@ -37,7 +37,7 @@ def share_lines(
     text_cells = max(len(str(row.share)) for row in shown) + 3
     if room < LEAST_LANE + text_cells:
         return ()
-    last = room - text_cells  # the newest share's number is written behind the last change
+    last = room - text_cells  # leaves room for the newest share's number
     ends = [min(last, _cell_of_change(each, known, at_seconds, room)) for each in known]
     lines = [
         Line((Span(f" {label:<{label_cells}}", "dim"), *lane))

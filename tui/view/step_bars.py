@@ -29,15 +29,15 @@ class PartStyle(NamedTuple):
 
 
 INPUT = PartStyle("input", "memory", "▓")
-OWN_WORK = PartStyle("own work", "speed", "▇")  # not a whole cell: ranks don't touch
+OWN_WORK = PartStyle("own work", "speed", "▇")  # lower than a cell, so that ranks don't touch
 WAITING = PartStyle("waiting", "warn", "▒")
 EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
-LEAST_LANE = 10  # cells
+LEAST_LANE = 10  # least cells of a lane
 STEP_CELLS = 9  # approximate cells of a step in a lane
-LEAST_IN_COMMON = 3  # steps that all ranks must report for their lanes to show the same steps
-LEAST_WITH_GAP = 4  # cells of a step in a lane from which on its last cell is blank
+LEAST_IN_COMMON = 3  # least steps that all ranks report if their lanes show the same steps
+LEAST_WITH_GAP = 4  # a step of as many cells is followed by a blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:

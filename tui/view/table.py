@@ -14,9 +14,9 @@ from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells, tex
 from .teaching import Lesson, lesson_lines
 
 RowT = TypeVar("RowT")
-Cell = Callable[[RowT, int], tuple[Span, ...]]  # of a row, in at most this many terminal cells
-_BETWEEN = Span(" ")  # two columns
-ROWS_OF_NOTHING = 3  # for the message of a whole table without rows
+Cell = Callable[[RowT, int], tuple[Span, ...]]  # (row, width) -> the cell's spans
+_BETWEEN = Span(" ")  # between two columns
+ROWS_OF_NOTHING = 3  # lines for the message of a table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
@@ -43,7 +43,7 @@ class Column(NamedTuple, Generic[RowT]):
 
 TAG: Column[Any] = Column(
     "tagged", ("",), (1,), lambda *_: (), "left"
-)  # the panel that marks rows draws the sign
+)  # the sign of marked rows, which the panel draws
 
 
 class Grid(NamedTuple, Generic[RowT]):

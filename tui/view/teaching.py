@@ -91,7 +91,7 @@ def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _block(steps: Sequence[Step]) -> list[Line]:
-    """Return the steps one below the other, with their descriptions aligned."""
+    """Return a line for each step, with the descriptions in one column."""
     longest = max((cells(step.does) for step in steps), default=0)
     rows = []
     for step in steps:

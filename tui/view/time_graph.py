@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 from .cells import Tone
 
-SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # seconds that graphs may show
+SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # the times in seconds that graphs can show
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
 _CELLS_PER_LABEL = 9
-MOST_STRETCH = 8  # most columns of dots of one tick
+MOST_STRETCH = 8  # most columns of dots that one tick takes
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille sign's left column, from below
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
@@ -47,9 +47,9 @@ class TickWindow(NamedTuple):
     """
 
     width: int
-    per_dot: int  # ticks of each column of dots
+    per_dot: int  # ticks per column of dots
     ticks: int  # since the start
-    stretch: int = 1  # columns of dots of each tick; above 1 only if all ticks fit
+    stretch: int = 1  # columns of dots per tick; above 1 only if all ticks fit
 
     @property
     def last_cell(self) -> int:
@@ -70,7 +70,7 @@ class TickWindow(NamedTuple):
 
     @property
     def ticks_per_cell(self) -> float:
-        """The number of ticks in a cell."""
+        """The number of ticks that a cell stands for; below 1 if ticks are stretched."""
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:

@@ -17,11 +17,11 @@ from .charts import gib, nice_ceiling, reading_text, short, temperature_tone, wh
 from .devices import short_name
 from .time_graph import PastTicks, TickWindow, axis_text, draw_columns, mean, shade_tone, time_at
 
-LABEL_CELLS = 9  # the device in front of its graphs
+LABEL_CELLS = 9  # cells for a device's label in front of its graphs
 GUTTER_CELLS = 6  # cells in front of each graph: its newest value, and the ends of its axis
-LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
-LEAST_ROWS, MOST_ROWS = 2, 30  # of a graph
-MIDDLE_ROWS = 5  # rows of a graph from which on the middle of its axis is labelled too
+LEAST_GRAPH = 14  # a column whose graphs had fewer cells is left out
+LEAST_ROWS, MOST_ROWS = 2, 30  # lines of a graph
+MIDDLE_ROWS = 5  # a graph with as many lines also has the middle of its axis
 COLDEST = 20.0  # °C, the lower end of temperatures
 
 
@@ -35,7 +35,7 @@ class GraphMetric(NamedTuple):
     field: str
     tone: Tone
     draw: Callable[[float], str]
-    top: Callable[[DeviceSample], float | None]  # None: a round value above the highest
+    top: Callable[[DeviceSample], float | None]  # None: a round value above all values
     low: float = 0.0
 
 
@@ -68,9 +68,9 @@ class TimeView(NamedTuple):
 
     per_dot: int = 1
     cursor: int | None = None
-    common_top: bool = False  # each metric has one scale for all devices
+    common_top: bool = False  # True if each metric has one scale for all devices
     chosen: str = ""  # the key of the device under the list's cursor
-    stretch: int = 1  # columns of dots of a tick, for a short history
+    stretch: int = 1  # columns of dots per tick, for a short history
 
 
 class GraphPlan(NamedTuple):
@@ -83,7 +83,7 @@ class GraphPlan(NamedTuple):
 
     metrics: tuple[GraphMetric, ...]
     devices: tuple[DeviceSample, ...]
-    rows: tuple[int, ...]  # of each device
+    rows: tuple[int, ...]  # height of each device's graphs in lines
     graph: int  # cells of one graph
     label: int = LABEL_CELLS
 
@@ -107,7 +107,7 @@ def place_graphs(
     there is no room, or if no metric has been reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
-    room = height - 2  # heading and axis
+    room = height - 2  # without the heading and the time axis
     most = max(0, (width - LABEL_CELLS) // (GUTTER_CELLS + LEAST_GRAPH + 1))
     metrics = metrics[:most]
     if not metrics or room < LEAST_ROWS:

@@ -26,10 +26,10 @@ from .time_graph import (
 )
 from .trainings import TrainingRow
 
-LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # least cells and rows of a graph
-GOOD_HEIGHT = 8  # rows of a graph from which graphs are stacked, which shows longer histories
-GUTTER_CELLS = 6  # in front of each graph: the ends of its axis
-BETWEEN_CELLS = 2  # between graphs that are side by side
+LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # least cells and lines of a graph
+GOOD_HEIGHT = 8  # graphs this high are stacked instead of side by side, to show more time
+GUTTER_CELLS = 6  # cells in front of each graph, for the ends of its axis
+BETWEEN_CELLS = 2  # cells between graphs that are side by side
 Values = tuple[float | None, ...]
 
 

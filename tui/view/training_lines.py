@@ -29,10 +29,10 @@ from .teaching import NO_TRAINING
 from .trainings import AS_PLANNED, TrainingRow
 
 WHOLE_PERCENT = 0.005  # smaller errors aren't shown
-_LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
-MOST_TEXT = 8  # beside other panels
-LEGEND_ROWS = 1  # below the ranks
-LEAST_PART_S = 5e-6  # least seconds with a digit in ms
+_LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # lines of a panel
+MOST_TEXT = 8  # most lines of the sentences, if there are other panels
+LEGEND_ROWS = 1  # lines below the ranks
+LEAST_PART_S = 5e-6  # a shorter part is written as 0 ms
 MOST_GAIN = 9.0  # larger gains aren't distinguished
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
@@ -45,8 +45,8 @@ class PanelRows(NamedTuple):
 
     ranks: int = 0
     text: int = MOST_TEXT
-    lanes: int = 0  # rows of the last steps
-    shares: int = 0  # rows of the shares over time
+    lanes: int = 0  # lines of the last steps
+    shares: int = 0  # lines of the shares over time
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
@@ -135,7 +135,7 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 def _dimmed_if_ended(column: Column[Any]) -> Column[Any]:
-    """Return the column with dim cells in the rows of ended trainings."""
+    """Return the column with its cells dimmed in rows of ended trainings."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
         spans = column.draw(row, width)

@@ -27,8 +27,10 @@ from .ranks import (
     place_ranks,
 )
 
-AS_PLANNED = 0.95  # fraction of the plan's samples/s from which a training is as fast as its plan
-CROWDED = 1.25  # 1-minute load per core from which the host is overloaded
+AS_PLANNED = (
+    0.95  # a training with this fraction of its plan's samples/s counts as fast as the plan
+)
+CROWDED = 1.25  # the host is overloaded from this 1-minute load per core on
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -51,7 +53,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     input_s: float  # seconds of a step waiting for data
     # seconds of a step between the backward pass and the next batch, without the optimizer
     between_s: float
-    causes: tuple[Cause, ...]  # causes of its waiting, the most certain first
+    causes: tuple[Cause, ...]  # what slows it down, the most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # changes of the shares, the oldest first
     retreats: tuple[str, ...] = ()  # the last message of each rank that ran out of memory
@@ -73,7 +75,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
 
 KEPT_SECONDS = 600.0  # seconds that an ended training stays on the screen
-MOST_KEPT = 3  # most ended trainings shown, the newest
+MOST_KEPT = 3  # most ended trainings shown; the newest are shown
 
 
 class EndedTrainings:
@@ -236,7 +238,7 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankR
 
 
 def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the power of a training's devices in watts, with each device counted once.
+    """Return the power of a training's devices in watts; each device counts once.
 
     Return 0 if the power of any device is unknown.
     """

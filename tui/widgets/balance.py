@@ -35,11 +35,11 @@ from .lines import Lines
 from .lists import ListPanel
 from .plot import ChartPanel
 
-LEAST_CHART = 7  # rows that a readable curve needs
-MOST_CHART = 26  # most rows of the charts; more rows wouldn't show more
+LEAST_CHART = 7  # lines that a readable chart needs
+MOST_CHART = 26  # most lines of the charts; more wouldn't show more
 LEAST_COMPARED = 2  # least layouts for which a comparison is shown
-LEAST_RESULT = 15  # rows of a result that leave the rest to charts
-LEAST_LOG = 3  # rows of the log, its heading among them
+LEAST_RESULT = 15  # a result gets at least as many lines before charts do
+LEAST_LOG = 3  # lines of the log, its heading included
 
 
 class SearchDevicePanel(ListPanel[SearchDeviceRow]):
@@ -51,7 +51,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[SearchDeviceRow]:
-        """Return the table of the device rows."""
+        """Return the table of the search's devices."""
         return SEARCH_DEVICES
 
     def set_data(
@@ -168,7 +168,7 @@ class BalanceView(UsesApp, Widget):
 
     @property
     def shows_result(self) -> bool:
-        """True if there is a verdict to show."""
+        """True if the search has a result and hasn't failed."""
         return self.state.finished is not None and not self.state.fault
 
     def redraw(self) -> None:

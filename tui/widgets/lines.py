@@ -23,8 +23,8 @@ from textual.widget import Widget
 from ..base_app import UsesApp
 from ..view.cells import BLANK, Line, join_spans, to_ascii
 
-# theme variables of tones that have none of their own; classes of CSS would be matched again and
-# again for each widget
+# theme variables for tones without a variable of their own; not CSS classes, which Textual would
+# match again and again for each widget
 _VARIABLES = {
     "text": "foreground",
     "good": "success",
@@ -43,8 +43,8 @@ class _Drawn(NamedTuple):
 
     crop: Region
     rows: list[Strip]  # frame included
-    lines: range  # the rows that the lines are in
-    left: list[Segment]  # the frame on the left of each line
+    lines: range  # the indices of the rows with the lines, without the frame
+    left: list[Segment]  # the frame to the left of each line
     right: list[Segment]
 
 
@@ -72,7 +72,7 @@ class Lines(UsesApp, Widget):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """The lines that are being drawn."""
+        """The lines that the widget draws now."""
         return self._lines
 
     @property

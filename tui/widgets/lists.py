@@ -189,7 +189,7 @@ class SortedPanel(ListPanel[RowT]):
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
-        """Show these rows, sorted and filtered."""
+        """Show these rows, sorted and filtered as the user has chosen."""
         self.found = found
         self.redraw()
 
@@ -252,7 +252,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     ]
 
     class Ticked(Message):
-        """The message that the set of ticked entries has changed."""
+        """The message that other entries are ticked than before."""
 
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
@@ -330,7 +330,7 @@ class OneOf(Lines):
     can_focus = True
 
     class Changed(Message):
-        """The message that another word was chosen."""
+        """The message that the user has chosen another word."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
@@ -364,5 +364,5 @@ class OneOf(Lines):
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the next word on a click."""
+        """Choose the next word."""
         self.action_change(1)

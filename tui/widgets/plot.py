@@ -77,7 +77,7 @@ class ChartPanel(Lines):
         self.show(lines)
 
     def move_to(self, x: float | None) -> None:
-        """Move the cursor to this x, or hide it if `x` is None."""
+        """Move the cursor to the points at this x, or hide it if `x` is None."""
         if x != self.chart.cursor:
             self.chart = self.chart._replace(cursor=x)
             self.redraw()
@@ -101,7 +101,7 @@ class ChartPanel(Lines):
         self.post_message(self.Scaled(self.log2))
 
     def action_hide_cursor(self) -> None:
-        """Hide the cursor."""
+        """Hide the cursor and the description of its points."""
         self.move_to(None)
 
     def click_cell(self, x: int, y: int) -> None:

@@ -1,4 +1,4 @@
-"""A panel of graphs over time that share one cursor."""
+"""A panel with graphs of the devices' metrics over time, which share one cursor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TimelinePanel(Lines):
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
-        self.cursor: int | None = None  # the number of a cell since the start
+        self.cursor: int | None = None  # index of a cell, counted from the first tick
         self._samples: Sequence[DeviceSample] = ()
         self._chosen: DeviceSample | None = None
         self._plan: GraphPlan | None = None
-        self._scale = 1, 1  # ticks of a column of dots, and columns of dots of a tick
+        self._scale = 1, 1  # ticks per column of dots, and columns of dots per tick
 
     @property
     def span(self) -> float:
@@ -101,7 +101,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def hide_cursor(self) -> None:
-        """Hide the cursor."""
+        """Hide the cursor, so that the graphs show the newest values again."""
         self.cursor = None
         self.redraw()
 
@@ -118,7 +118,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:
-        """Move the cursor to the clicked time."""
+        """Move the cursor to the time that was clicked in a graph."""
         window = self._window()
         if window is None or self._plan is None:
             return
@@ -127,11 +127,11 @@ class TimelinePanel(Lines):
             self._move_to(window.first_cell + cell, window)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Show more time."""
+        """Show a longer time."""
         event.stop()
         self.change_span(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Show less time."""
+        """Show a shorter time."""
         event.stop()
         self.change_span(-1)
