@@ -45,7 +45,7 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Return a context that converts an OSError or ValueError into a `kind` error.
+    """Return a context that converts an OSError or ValueError into an error of the class `kind`.
 
     The error's message consists of `what`, which says what failed, and the system's reason.
     `remedy` tells the user what to do.

@@ -1,4 +1,7 @@
-"""Synthetic data sets: a seed always gives the same data, and nothing is downloaded."""
+"""Synthetic data sets.
+
+The same arguments always give the same data, and nothing is downloaded.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The interface of the workloads that a probe's child process runs.
 
-A workload is built once for a worker's setup, then prepared for shares and stepped.
+A workload is a model that trains. It is built once for a worker's setup; then it is
+prepared for shares and runs steps.
 
 A workload knows nothing about batch search, time or memory limits. When memory runs out, its
 framework raises an exception of its own type, which `evener.balancer.probes` recognises.
@@ -60,16 +61,16 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The total duration of two phases of the steps since the last reading; None if unknown."""
+    """The total seconds of two phases of the steps since the last reading; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """The latency and bandwidth of an all-reduce between the ranks of a group.
+    """The latency and the bandwidth of an all-reduce between the ranks of a group.
 
-    `wrong` describes an incorrect sum; it is empty if all sums were correct.
+    `wrong` describes an incorrect result; it is empty if all results were correct.
     """
 
     latency_seconds: float
@@ -87,31 +88,35 @@ class Workload(ABC):
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches with these shares (rows per device), and all that the first step needs.
+        """Prepare batches with these shares, and everything else that the first step needs.
 
-        In a group, `shares` has one share per rank, otherwise one per device of the setup, in
-        order. A device with share 0 is left out. This method is called again for each new size.
-
-        `micro` has the rows per pass for each device; if empty, each share is one pass.
+        `shares` are the rows per step: of each rank in a group, otherwise of each device of the
+        setup. A device with share 0 is left out. `micro` has the rows per pass for each share; if
+        it is empty, each share is one pass. This method is called again whenever the sizes change.
         """
 
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are assigned by cost.
+        """Prepare global batches whose rows are assigned to ranks by their lengths and costs.
 
-        A pass has at most `tokens` padded tokens. This method and `prepare_length` are called only
-        if the workload's facts have `lengths`, a uniform sample of the rows' lengths.
+        `shares` are the ranks' mean rows, `costs` predict the duration of a pass on each rank,
+        and `tokens` are the maximum padded tokens per pass on each rank. This method and
+        `prepare_length` are called only if the workload's facts have `lengths`, a uniform
+        sample of the rows' lengths.
         """
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares whose rows are padded to `length` tokens in every pass."""
+        """Prepare shares whose rows are padded to `length` tokens in every pass.
+
+        Such steps measure the cost of a pass. The other parameters are those of `prepare`.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def step(self) -> None:
-        """Run an optimizer step on the next batch, over all devices of the layout."""
+        """Run an optimizer step on the next batch, over all devices with a share."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -125,13 +130,13 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the total work of this process's steps; None if rows have no lengths."""
+        """Return the total work of this process's steps so far; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this process's device waited for other ranks, or None.
+        """Return the seconds that this process's device waited for other ranks.
 
-        They are counted from the last reading. None means that the wait can't be measured.
+        They are counted from the last reading. Return None if the wait can't be measured.
         """
         return None
 
@@ -145,7 +150,8 @@ class Workload(ABC):
     def keep_batch(self, kept: bool) -> bool:
         """Reuse one batch in all following steps if `kept`, otherwise use new batches again.
 
-        Returns False if the workload can't reuse a batch. After `prepare`, steps use new batches.
+        Steps with one batch show how long a step takes without its input. Return False if the
+        workload can't reuse a batch. After `prepare`, steps use new batches.
         """
         return False
 
@@ -168,7 +174,7 @@ class Workload(ABC):
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Return the peak memory on each of this process's devices since `prepare`, in bytes.
 
-        It is reported by the framework's allocator if possible; None if unknown.
+        It is read from the framework's allocator if possible. A value is None if it is unknown.
         """
         return self.memory.read()
 
@@ -197,7 +203,7 @@ class Workload(ABC):
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """Return facts about the workload for the plan.
+        """Return facts about the workload by name, which are written to the plan.
 
         Examples are the framework's version, the number of parameters and the engine.
         """
@@ -226,9 +232,10 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 class MemoryMeter:
-    """Measures the growth of this process's memory, because CPU allocators report nothing.
+    """Measures the growth of this process's memory, because CPU allocators don't report it.
 
-    Create the meter before the model. Subclasses for GPUs read their framework's allocator instead.
+    Create the meter before the model. `devices` is the number of devices of the process. Subclasses
+    for GPUs read their framework's allocator instead.
     """
 
     def __init__(self, devices: int) -> None:

@@ -1,4 +1,4 @@
-"""Maps names to workloads: lists workloads, checks their settings and builds them.
+"""Map names to workloads: list the workloads, check their settings and build them.
 
 No framework is imported until a workload is built. A name is in the table below, or refers to the
 user's own function as `file.py:attribute` or `package.module:attribute`.
@@ -148,7 +148,7 @@ def names(framework: str = "") -> tuple[str, ...]:
 
 
 def add(entry: Entry) -> None:
-    """Add a workload to the table."""
+    """Add a workload to the table, under its name."""
     _ENTRIES[entry.name] = entry
 
 

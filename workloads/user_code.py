@@ -59,9 +59,9 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """The result of the user's function, and the data functions in its module.
+    """The result of the user's function, and the data functions beside it in its module.
 
-    A missing function is None.
+    A data function is None if the module doesn't have it.
     """
 
     result: Any
@@ -71,10 +71,10 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return the entry for `file.py:attribute` or `package.module:attribute`.
+    """Return the entry for `file.py:attribute` or `package.module:attribute`, the user's function.
 
-    A file is parsed, not run. Raises RequestError if the name is invalid or the
-    function is missing.
+    A file is parsed, not run. Raises RequestError if the name is
+    invalid or the function is missing.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -104,10 +104,11 @@ def names_a_file(home: str) -> bool:
 
 
 def guess_framework(name: str) -> str:
-    """Return the framework that the file of `file.py:attribute` imports.
+    """Return the framework that the file of a workload `file.py:attribute` imports.
 
-    It is "tensorflow" if the file imports no framework or several, or if `name` is a module. Raises
-    RequestError if the file can't be read, and UserCodeError if it can't be parsed.
+    It is "tensorflow" if the file imports no framework or several, or if the name has a
+    module instead of a file. Raises RequestError if the file can't be read, and
+    UserCodeError if it can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
@@ -159,10 +160,10 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
-    """Import the user's module and call the function with `settings` as keyword arguments.
+    """Import the user's module and call its function with `settings` as keyword arguments.
 
-    Exceptions from the user's code propagate; raises RequestError if the function is missing or
-    doesn't accept the settings.
+    Raises RequestError if the function is missing or doesn't accept the settings. Exceptions
+    from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)

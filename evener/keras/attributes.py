@@ -1,8 +1,8 @@
 """Tensors that a call of the model stores in attributes, such as `self.z_mean` in a VAE.
 
-A loss may read such tensors. The call on one device (tower) stores only tensors computed from this
-device's rows, so the tensors are collected after each call, joined in the order of the rows, and
-written back before the loss is computed.
+A loss may read such tensors. The call on one device (a tower) stores only tensors computed from
+this device's rows. Therefore the tensors are collected after each call, joined in the order of the
+rows, and written back before the loss is computed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class PlainVariables:
 
 
 class TensorPlace(NamedTuple):
-    """A place that holds tensors: an attribute, or an item of a list or dict.
+    """A place that holds tensors: an attribute of a layer, or an item of a list or dict.
 
-    Its value is a tensor or a tuple of tensors.
+    `container[key]` is its value, which is a tensor or a tuple of tensors. `name` is made of the
+    layer's number and the names of attribute and items.
     """
 
     name: str
@@ -57,9 +58,10 @@ class TensorPlace(NamedTuple):
 class CallTensors:
     """Tensors that a call of the model stores in attributes of its layers.
 
-    They may also be in lists, dictionaries and plain objects in such attributes. Create this object
-    before the first call. After each call, `collect` returns the tensors that the call stored;
-    before the next call, `restore` resets the attributes to their state before the first call.
+    They may also be in lists, dictionaries and plain objects in such attributes. Create
+    this object before the model's first call. After each call, `collect` returns the
+    tensors that the call stored. Before the next call, `restore` resets the attributes to
+    their state before the first call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -77,7 +79,10 @@ class CallTensors:
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Reset attributes and containers that can hold tensors to their state before the calls."""
+        """Reset attributes and containers to their state when this object was created.
+
+        Attributes that can't hold tensors are left alone.
+        """
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -91,14 +96,16 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace each tensor that the last call stored with the tensor of its name in `leaves`."""
+        """Replace each tensor that the last call stored by the tensor
+        with the same name in `leaves`.
+        """
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
             slot.container[slot.key] = value
 
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
-        """Return all places that hold tensors.
+        """Return all places that hold tensors in the attributes of the model and its layers.
 
         The lists and dicts that contain them are appended to `containers`.
         """
@@ -112,10 +119,10 @@ class CallTensors:
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Return the names of the attributes that every model and layer has.
+    """Return the names of the attributes that Keras itself sets on every model and layer.
 
-    They are read from a new model. It gets an explicit name, so that Keras' counters for automatic
-    names don't change.
+    They are read from a new model. It gets an explicit name, so that Keras' counters for
+    automatic names don't change.
     """
     return frozenset(vars(keras.Model(name="without_layers")))
 
@@ -127,7 +134,11 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _slots(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places that hold tensors within one item of a container."""
+    """Yield the places that hold tensors within `container[key]`.
+
+    `name` is the name of this item, and `depth` the number of containers above it. Lists and dicts
+    that are searched are appended to `containers`.
+    """
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
         flat = tf.nest.flatten(value)
@@ -145,7 +156,7 @@ def _slots(
 def _open(value: Any) -> Any:
     """Return the list or dict in which a value may hold tensors; None if it can't hold any.
 
-    A list or dict is returned itself, a plain object's attributes as a dict.
+    A list or dict is returned itself. A plain object is represented by the dict of its attributes.
     """
     if isinstance(value, list | dict):
         return value
@@ -164,7 +175,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Make the content of a list or dict equal to `content`, changing only what differs."""
+    """Make the content of a list or dict equal to `content`, and assign only items that differ."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
@@ -184,12 +195,12 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Return the tensors of a whole batch, given the tensors of each device's rows.
+    """Return the tensors of a whole batch, from the tensors of each device's rows (`every`).
 
-    `sizes` has the number of rows that count on each device, and `parts` has these numbers divided
-    by the rows of the batch. Scalars and the tensors that `kinds` names, such as means over rows,
-    are summed, weighted according to their kind (see `main_part`). Other tensors consist of rows,
-    so they are padded with `pad` and concatenated.
+    `sizes` has the number of rows on each device without filler rows, and `parts` has these numbers
+    divided by the rows of the batch. Scalars, and tensors such as means over rows that have an
+    entry in `kinds`, are weighted according to their kind (see `main_part`) and summed. Other
+    tensors consist of rows, so they are padded with `pad` and concatenated.
     """
     joined = {}
     for name in every[0]:
@@ -207,7 +218,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return all rows of the tensor; none if `size` is 0, because its only row is a filler row."""
+    """Return the tensor without its row if `size` is 0, because that row is only a filler."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

@@ -93,7 +93,7 @@ Steps = tuple[TracedStep, TracedStep]  # Keras' own step on one device, and the 
 
 
 class Finding(msgspec.Struct):
-    """A difference that an audit has found, with a message about it."""
+    """A difference that an audit has found, with a message about it and a remedy."""
 
     difference: GradientDifference
     said: str
@@ -101,10 +101,11 @@ class Finding(msgspec.Struct):
 
 
 class StepAudit:
-    """Audits the training of a model with an engine.
+    """Audits the steps of a model that an engine trains.
 
-    With `strict`, a confirmed difference raises RequestError in any step. `pass_rows` is the number
-    of rows in the engine's largest pass; None without passes.
+    `plain` are Keras' own steps, with which the engine's steps are compared. With `strict`, a
+    confirmed difference raises RequestError in any step. `pass_rows` is the number of rows in the
+    engine's largest pass; None without passes.
     """
 
     def __init__(
@@ -139,7 +140,10 @@ class StepAudit:
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' train function so that steps that are due for an audit are audited first."""
+        """Return a function that audits steps that are due, and then calls `run`.
+
+        `run` is Keras' train function.
+        """
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -159,15 +163,17 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Read the watched variables again before the next step, because it begins an epoch."""
+        """Check in the next step whether the user has changed watched
+        variables; see `_see_changes`.
+        """
         self._looks = True
 
     def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
         """Count a change in the watched variables, which the step reads and the user assigns.
 
-        An example is a loss's threshold that a callback lowers. The values are read at the
-        beginning of each epoch and, in one process, before each step of a training loop that the
-        user wrote.
+        An example is a loss's threshold that a callback lowers. Values are read at the beginning of
+        each epoch (`begins_epoch`). In one process, they are also read before each step of a
+        training loop that the user wrote (`is_loop`).
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -188,9 +194,10 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the types and shapes of batches as text.
+        """Return the types and shapes of batches as text, which changes if they do.
 
-        The number of rows is omitted unless `batches` is a TensorFlow iterator.
+        `first` is the first batch. The number of rows is omitted unless
+        `batches` is a TensorFlow iterator.
         """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
@@ -202,7 +209,11 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit a batch; then warn or raise RequestError if `Audits.decide` requires it."""
+        """Audit a batch, then warn or raise RequestError if `Audits.decide` requires it.
+
+        `signature` identifies the model and the type of the batches;
+        steps are traced once for each.
+        """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
         with _plain_float32():
@@ -224,7 +235,10 @@ class StepAudit:
         warn(f"{finding.said} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' test function so that its first batch is audited before the evaluation."""
+        """Return a function that audits its first batch, and then calls `run`.
+
+        `run` is Keras' test function.
+        """
         is_first = True
 
         def run_audited(batches: Any) -> Any:
@@ -261,9 +275,9 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return a few rows of the whole batch, (x, y, weight), the same in every process.
+        """Return a few rows (x, y, weight) of the whole batch, the same in every process.
 
-        Return None if the processes can't exchange them.
+        Return None if the processes can't exchange their rows.
         """
         with tf.device(HOST):
             triple = read_triple(batch)
@@ -278,7 +292,9 @@ class StepAudit:
     def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
         """Return the first rows of each process's share, gathered in every process.
 
-        Return None if they aren't plain numbers, which can't be sent.
+        `data` has only this process's rows if `is_own`, and otherwise the whole batch of `whole`
+        rows. `rows` is the number of rows to gather. Return None if the data aren't numbers,
+        because only numbers can be sent.
         """
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
@@ -320,9 +336,10 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; warn and return None if their random numbers depend on a row's place.
+        """Return the steps; warn and return None if a row's random numbers
+        depend on where it is computed.
 
-        The place is the device or pass in which the row is computed.
+        In that case, the steps can't be compared.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -357,7 +374,10 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Divide each device's part of these rows into two passes, if the engine uses passes."""
+        """Return a context in which each device computes its part of these rows in two passes.
+
+        It has no effect if the engine doesn't use passes.
+        """
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -373,9 +393,10 @@ class StepAudit:
     ) -> Finding | None:
         """Check whether the result for a row depends on the other rows of its batch.
 
-        Return a finding if some rows can't be computed without the rest of the batch, or have
-        different outputs without it. If the whole batch can't be computed either, return None,
-        because the training step will raise the error itself.
+        `rows` are a few rows of `batch`, and `plain` is Keras' own step. Return a finding if some
+        rows can't be computed without the rest of the batch, or have different outputs without
+        it. If the whole batch can't be computed either, return None, because the training step
+        will raise the error itself.
         """
         self._fails = False
         count = int(count_rows(rows))
@@ -396,9 +417,9 @@ class StepAudit:
         return self._compare_outputs(plain, rows)
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if the user overrides the step, which may then mix rows.
+        """True if the step may mix rows, because the user overrides it.
 
-        In every engine, such a step gets the whole batch.
+        Every engine gives such a step the whole batch.
         """
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
@@ -428,7 +449,7 @@ class StepAudit:
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
         """True if sums of outputs are equal except for rounding.
 
-        The tolerance is relative to the largest absolute value in `whole`.
+        The tolerance is relative to the largest absolute value in `whole`, the sums of all rows.
         """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
@@ -436,7 +457,7 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if an error that a part of the batch raises doesn't occur with the whole batch.
+        """True if `error`, which a part of the batch raised, doesn't occur with the whole batch.
 
         In a group, no process has all rows, so the type of the error decides.
         """
@@ -464,7 +485,9 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return the finding that a step can't compute some rows of a batch without the others."""
+        """Return the finding that a step can't compute `what`, some rows of
+        a batch, without the others.
+        """
         said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
 
@@ -499,8 +522,8 @@ class StepAudit:
     ) -> Finding | None:
         """Compare the steps' gradients, losses, logs and states, with variables set to `values`.
 
-        Return a finding if they differ; a difference in logs only causes a warning. If `moved`
-        isn't empty, it describes changed values or labels, and only gradients are compared.
+        Return a finding if they differ; a difference in logs only causes a warning. `moved`
+        describes changed values or labels. If it isn't empty, only gradients are compared.
         """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
@@ -568,11 +591,12 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference between the gradients, else between the losses, or None.
+        """Return the largest difference between the gradients, else
+        between the losses; None if equal.
 
-        Losses are compared because gradients of 0 would hide a difference; they aren't compared if
-        `moved` isn't empty. The tolerance is computed from `repeats`, results of the reference step
-        with random rounding errors.
+        Losses are compared because gradients of 0 would hide a difference. They aren't compared if
+        `moved` isn't empty, which means that values or labels were changed. The tolerance is
+        computed from `repeats`, results of the reference step with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -590,8 +614,8 @@ class StepAudit:
     def _list_seeds(self) -> dict[int, Any]:
         """Return a value for each state from which Keras draws random numbers, by the state's key.
 
-        The values are the same in all processes, even if they have drawn unequally often, and are
-        different in each step.
+        The values are the same in all processes, even if these have drawn a different number of
+        times. They are different in each step.
         """
         seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
         return {
@@ -602,7 +626,10 @@ class StepAudit:
     def _repeat(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Repeat the step with inputs and weights that differ by random rounding errors."""
+        """Return results of the step with inputs and weights changed by random rounding errors.
+
+        They show how much the results may differ by rounding.
+        """
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -617,7 +644,10 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with each number changed by about its rounding error."""
+        """Return the value with each number changed by about its rounding error.
+
+        `number` selects the random changes.
+        """
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
         kind = self._model.compute_dtype
@@ -641,10 +671,10 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding about a state that differs after the two steps, or None.
+        """Return a finding about a state that differs after the two steps; None if there is none.
 
-        Variables that aren't the model's, such as a loss object's, count only if the training
-        depends on their value.
+        Variables that aren't the model's, such as a loss object's, count only if the
+        training depends on their value.
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
@@ -672,10 +702,11 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if an attribute has another value after the other eager step, or None.
+        """Return a finding if an attribute has different values after
+        the two steps; None otherwise.
 
-        Only plain values such as numbers are compared, for example a counter of calls. The Python
-        code of a step that isn't eager runs only once.
+        Only plain values such as numbers are compared, for example a counter of calls. Only eager
+        steps are compared, because the Python code of other steps runs only once.
         """
         if not self._model.run_eagerly:
             return None
@@ -735,7 +766,9 @@ class StepAudit:
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding about a variable whose values differ between processes, or None."""
+        """Return a finding about a variable whose values differ between
+        processes; None if there is none.
+        """
         if self._group is None:
             return None
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
@@ -793,14 +826,14 @@ class StepAudit:
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """True if `fine` is true in all processes."""
+        """Return True if `fine` is True in all processes; a collective of the group."""
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
         return bool(failed == 0)
 
     def _share(self, finding: Finding | None) -> Finding | None:
-        """Return the finding of the first process that has one, in all processes."""
+        """Return, in all processes, the finding of the first process that has one."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -855,7 +888,7 @@ def _is_finite(gradients: Sketch) -> bool:
 
 @contextmanager
 def _plain_float32() -> Iterator[None]:
-    """Disable TensorFloat-32, so that GPUs multiply float32 at full precision."""
+    """Return a context without TensorFloat-32, so that GPUs multiply float32 at full precision."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
@@ -865,7 +898,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a type that fits both tensor types; axes of different length are open."""
+    """Return a tensor type that fits both types; an axis whose lengths differ is unknown."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -893,8 +926,8 @@ def _distance(one: Any, other: Any) -> float:
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
     """True if two values of a state after a step differ by more than rounding.
 
-    Rounding is judged relative to the state's change and to its size. Values that
-    aren't numbers never differ.
+    `before` is the state's value before the step. Rounding is judged relative to the state's change
+    and to its size. Values that aren't numbers never differ.
     """
     if one.shape != other.shape or not _is_number(one):
         return False
@@ -929,7 +962,10 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return a sum and a weighted sum of absolute values, which detect unequal variables."""
+    """Return the sum and a weighted sum of a variable's absolute values.
+
+    Processes compare these sums to detect variables that differ.
+    """
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1

@@ -1,8 +1,8 @@
-"""A training or test step in a separate graph without side effects, which an audit compares.
+"""A training or test step as a graph without side effects, for audits.
 
-The step is Keras' own on one device, or an engine's. Its gradients are intercepted before the
-optimizer applies them, and reduced to random sums. All variables that the graph assigns are
-restored after each run.
+The step is Keras' own on one device, or an engine's. Its gradients are intercepted before
+the optimizer applies them, and reduced to random sums. All variables that the graph
+assigns are restored after each run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in a plain step that its loss may read."""
+    """The results of the model's call in a step of Keras' own, as far as the loss may read them."""
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -49,7 +49,11 @@ class StepCall(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step on some rows: gradients, logs, and the variables it assigned."""
+    """The results of a step on some rows.
+
+    `figures` are the logged scalars by name. `states` are the values of the variables
+    that the step assigned, by key.
+    """
 
     gradients: Sketch
     figures: dict[str, float]
@@ -79,12 +83,17 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
 
-    `variables` are the variables that the step reads or assigns, by key; `assigned` has the keys of
-    the variables that it may assign. `attributes` has the plain values that attributes got while
-    the step was traced. With `shifted`, its decisions (comparisons in user code) can be forced to
-    either side. A `plain` step computes one loss, and its results contain the `StepCall` for that
-    loss. `draws` is True if the step draws random numbers that can't be made independent of the
-    device or pass in which a row is computed.
+    With `shifted`, decisions of the step (comparisons in user code) can be forced to
+    either side. A `plain` step is Keras' own: it computes one loss, and its results
+    contain the `StepCall` for that loss.
+
+    After tracing, these attributes describe the step:
+
+    - `variables` are the variables that the step reads or assigns, by key.
+    - `assigned` has the keys of the variables that it may assign.
+    - `attributes` has the plain values that attributes got while the step was traced.
+    - `draws` is True if the step draws random numbers that can't be made independent of the device
+      or pass in which a row is computed.
     """
 
     def __init__(
@@ -114,7 +123,7 @@ class TracedStep:
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
         """Run the step with `amounts` added to the left sides of the decisions at `place`.
 
-        The place is a line of user code with one amount per comparison.
+        The place is a line of user code, and there is one amount for each comparison in that line.
         """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
@@ -124,7 +133,10 @@ class TracedStep:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """Set variables to `values`, run the step on these rows, and restore all variables."""
+        """Run the step on these rows, and restore all variables afterwards.
+
+        `values` are values for variables during the run, by key; the others keep their values.
+        """
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
         before = [(each, each.read()) for each in changed]
@@ -148,16 +160,20 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes to the tensors that `call` stored there."""
+        """Set the model's attributes as they were after `call`, so that
+        the loss can be computed again.
+
+        The loss may read tensors that the model's call has stored in attributes.
+        """
         self._left.restore()
         self._left.put(call.attributes)
 
     def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step while it is traced.
+        """Run the step; this is the function that is traced.
 
-        Returns the gradients' random sums (a row for each name in `_kinds`), the logs, the margins
+        Return the gradients' random sums (a row for each name in `_kinds`), the logs, the margins
         of decisions (in the order of `_places`), sums of the model's outputs, and the parts of a
-        `StepCall`, with masks after the outputs.
+        `StepCall` with the masks after the outputs. `seed` is the seed of the random sums.
         """
         found: list[tuple[Any, Any]] = []
         calls: list[tuple[Any, ...]] = []
@@ -182,7 +198,10 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Append the parts of a `StepCall` to `calls` whenever a plain step computes its loss."""
+        """Return a context in which a plain step appends the parts of a `StepCall` to `calls`.
+
+        It does so whenever it computes its loss. If the step isn't plain, nothing is appended.
+        """
         if not self._plain:
             yield
             return
@@ -202,7 +221,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return the margins of the decisions in the graph that is being traced."""
+        """Return the margins (left minus right side) of the decisions in the graph being traced."""
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
         margins = [read_margin(operation) for _, operation in found]
@@ -221,13 +240,13 @@ class PlainSteps:
         self._traced: dict[tuple[bool, str], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
-        """Discard the training steps, or the test steps."""
+        """Discard the traced training steps, or the test steps if `training` is False."""
         self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
 
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
-        """Return the graph of a step for batches (x, y, weight) of this type.
+        """Return the graph of a step for batches (x, y, weight) of the type `spec`.
 
-        Errors of the user's program propagate.
+        Errors that the user's program raises while it is traced are raised again, in each call.
         """
         key = training, repr(spec)
         if key not in self._traced:
@@ -253,7 +272,9 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return the variables that a step may assign, other than weights, metrics and seeds."""
+    """Return the variables that a step uses, other than weights,
+    metrics, optimizer state and seeds.
+    """
     others = [
         *model.trainable_variables,
         *model.metrics_variables,
@@ -269,9 +290,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return nonzero values for variables that are 0, and late-step values for counters.
+    """Return other values for variables that hide effects, by key, and
+    the names of these variables.
 
-    Also returns the names of these variables.
+    Variables that are 0 get nonzero values, because they may hide a term of the loss. Counters get
+    the value of a late step, because a term may start late.
     """
     values: Values = {}
     names = []
@@ -295,9 +318,9 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the `StepCall` made from the parts that a graph returned; None if there are none.
+    """Return a `StepCall` made from the parts in which a graph returns it; None if `call` is None.
 
-    The masks are attached to the outputs.
+    The masks are attached to the outputs again.
     """
     if call is None:
         return None
@@ -317,10 +340,10 @@ def _is_here(tensor: Any) -> bool:
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
     """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
 
-    The result has a row for each gradient. An element's sign is the product of its row's and its
-    column's sign. The sums are therefore matrix products, and the mean of a sum's square is the
-    squared norm of the gradient, as it is for independent signs. All gradients use the same row and
-    column signs, so that few signs have to be drawn.
+    The result has a row for each gradient; `shapes` are the shapes of the weights. An element's
+    sign is the product of its row's and its column's sign. Therefore the sums are matrix products,
+    and the mean of a sum's square is the squared norm of the gradient, as it is for independent
+    signs. All gradients use the same row and column signs, so that few signs have to be drawn.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -356,7 +379,10 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Reshape the gradient to a matrix whose columns are its last axis."""
+    """Return the gradient as a matrix whose columns are its last axis; `shape` is the weight's.
+
+    Complex numbers become two rows each.
+    """
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -373,7 +399,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Return PROJECTIONS weighted sums of the numbers in each row, with random signs."""
+    """Return PROJECTIONS weighted sums of each row of an output, with random signs."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -386,20 +412,24 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return the same random matrix of 1 and -1, `count` by PROJECTIONS, for each type."""
+    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, once
+    for each floating-point type.
+
+    All types get the same signs.
+    """
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
 def _read_figures(figures: Any) -> dict[str, float]:
-    """Return the scalars that a step logs."""
+    """Return the scalars in a step's logs by name."""
     found = figures.items() if isinstance(figures, dict) else ()
     pairs = [(name, tf.convert_to_tensor(each)) for name, each in found]
     return {name: float(each) for name, each in pairs if each.shape.rank == 0}
 
 
 def _name_weights(model: Any) -> dict[int, str]:
-    """Return the paths of trainable weights by id, numbered if two weights have the same path."""
+    """Return the names of trainable weights by id: their paths, numbered if a path occurs twice."""
     names: dict[int, str] = {}
     for weight in model.trainable_weights:
         path = weight.path
@@ -409,13 +439,15 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """Return the 16-bit type in which some layer computes; "" if there is none."""
+    """Return the 16-bit type, such as "bfloat16", in which some layer
+    computes; "" if there is none.
+    """
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """Yield the variables that a graph has captured."""
+    """Yield the variables that a graph reads or assigns (those that it has captured)."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:
@@ -437,7 +469,10 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of the variables that a graph may assign: all except those it only reads."""
+    """Return the keys of the variables that a graph may assign.
+
+    These are all captured variables except those that are used only by operations in READING.
+    """
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}
@@ -461,7 +496,7 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _not_rewritten() -> Iterator[None]:
-    """Run graphs that this thread calls without rewriting (optimizing) them.
+    """Return a context in which this thread's graphs run without rewriting (optimization).
 
     Rewriting a graph takes longer than the few runs of an audit.
     """
@@ -478,10 +513,11 @@ def _not_rewritten() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Restore tensors and plain values in the attributes of layers and of the loss.
+    """Return a context that restores tensors and plain values in attributes on exit.
 
-    Yields a dictionary that is filled when the context ends: it then has the values that changed
-    plain attributes had before they were restored, by the names of layer and attribute.
+    The attributes are those of the model, its layers and its loss. The context's value is a
+    dictionary that is filled on exit: it then has the values that changed plain attributes had
+    until then, by the names of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -24,9 +24,11 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Synchronizes the processes of a group; this is the last callback of a `fit`.
+    """Synchronizes the processes of a group during a `fit`; this is its last callback.
 
-    It starts every process from the state of the first one, and stops all of them when one stops.
+    Every process starts from the state of the first one, and all processes stop when one stops.
+    `share_weights` sends the first process's weights to the others. `backup` is the first process's
+    BackupAndRestore callback, or None.
     """
 
     def __init__(self, engine: Any, share_weights: Callable[[], None], backup: Any) -> None:
@@ -37,7 +39,10 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Give all processes the weights and initial epoch that the first process has restored."""
+        """Give all processes the weights and the initial epoch of the first process.
+
+        The first process may have restored them from a backup.
+        """
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -46,7 +51,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._share_weights()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree on stopping, and check that all processes have trained on the same data.
+        """Stop together if a process stops, and check that all have trained on the same data.
 
         This callback is last, so the first process has already written its files.
         """
@@ -54,7 +59,7 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop training in all processes if it has been stopped in one of them."""
+        """Stop the training in all processes if it has been stopped in any (a collective)."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
@@ -67,12 +72,15 @@ class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the constructor's function."""
+        """Call the function that was passed to the constructor."""
         self._call()
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the callbacks of a `fit`, with `own` added as the last one."""
+    """Return the callbacks of a `fit` with `own` added as the last one.
+
+    `given` is the argument of `fit`: a callback, a list, a CallbackList or None.
+    """
     if not isinstance(given, kinds.CallbackList):
         return [*keras.tree.flatten(given or []), own]
     own.set_model(model)
@@ -81,10 +89,12 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return the callbacks of this process, with `GroupSync` as the last one.
+    """Return the callbacks of this process for a `fit`, with `GroupSync` as the last one.
 
-    Only the first process writes files: other processes lose the callbacks in WRITERS, and their
-    ModelCheckpoint only updates its best value.
+    `given` is the argument of `fit`. Only the first process writes files: other processes
+    lose the callbacks in WRITERS, and their ModelCheckpoint only updates its best value.
+    If a callback of any process may stop the training within an epoch, the processes agree
+    on stopping after each batch.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -112,8 +122,9 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 def _may_stop(callback: Any) -> bool:
     """True if a callback may stop the training within an epoch.
 
-    It may if it has a hook for batches and isn't one of Keras' or evener's own callbacks, which do
-    the same in every process. A LambdaCallback runs the user's code, so it may stop the training.
+    It may if it has a hook for batches and isn't one of Keras' or evener's own callbacks,
+    because those do the same in every process. A LambdaCallback counts as the user's,
+    because it runs the user's code.
     """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
@@ -125,16 +136,20 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool:
-    """Update a ModelCheckpoint's best value, but return False so that it writes no file."""
+    """Update a ModelCheckpoint's best value, but return False so that the callback writes no file.
+
+    `judge` is the callback's method that decides whether to save.
+    """
     judge(*figures, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save like BackupAndRestore, but so that the epoch of the saved weights is always known.
+    """Save a BackupAndRestore callback's backup so that the epoch of its weights is always known.
 
-    This holds even if the process is killed while it saves, because the metadata are written before
-    the weights and contain the optimizer's step and the epoch of the previous save.
+    This holds even if the process is killed while it saves. The metadata are written
+    before the weights, and contain the optimizer's step and the epoch of the
+    previous save; see `_match_epoch`.
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,9 +166,9 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the initial epoch to the epoch of the restored weights.
+    """Set the model's initial epoch to the epoch of the weights that `backup` has restored.
 
-    If the optimizer's step isn't the one in the metadata, the last save was interrupted, and the
+    If the optimizer's step isn't the one in the metadata, the last save was interrupted, so the
     weights are those of the previous save.
     """
     with suppress(OSError):
@@ -169,9 +184,9 @@ def save_whole(
 ) -> Any:
     """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
-    A reader therefore always finds a complete file, even if the process is killed while it saves. A
-    file with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to
-    False are saved directly.
+    Therefore a reader always finds a complete file, even if the process is killed while it saves.
+    The temporary file's name contains `rank`. A file with another suffix, a remote file, and a file
+    saved with `zipped` or `overwrite` set to False are saved directly.
     """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False

@@ -1,6 +1,6 @@
 """Check a model before its first step.
 
-The checks refuse models that an engine can't train exactly, or issue a warning.
+A model that an engine can't train exactly is refused, or a warning is issued.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """A warning that training continues, but differs from what the plan or the user may expect."""
+    """A warning that training differs from what the plan or the user may expect, but continues."""
 
 
 def warn(sentence: str) -> None:
@@ -73,9 +73,9 @@ def check_compiled(model: Any) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Raise RequestError for a model that no engine can split.
+    """Raise RequestError if no engine can split the model.
 
-    Such a model isn't compiled, or has a layer that keeps a state per row (`stateful=True`).
+    This is so if the model isn't compiled, or if a layer keeps a state per row (`stateful=True`).
     """
     check_compiled(model)
     for layer in all_layers(model):
@@ -113,16 +113,16 @@ def check_towers(model: Any) -> None:
 def check_workers(model: Any) -> None:
     """Raise RequestError if engine multiworker can't train the model.
 
-    Each process of this engine computes the loss of its own rows only.
+    Also warn if batch normalization will see only the rows of one device.
     """
     check_step(model)
     _warn_local_statistics(model)
 
 
 def check_passes(model: Any, rows: int) -> None:
-    """Raise RequestError for a model whose training isn't exact in passes.
+    """Raise RequestError if the model's training isn't exact in passes.
 
-    `rows` is the number of rows in the largest pass.
+    `rows` is the number of rows in the largest pass, for a warning about batch normalization.
     """
     check_compiled(model)
     if model.run_eagerly:
@@ -139,9 +139,10 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if a call of the model assigned one of these trainable weights.
+    """Raise RequestError if `weights` isn't empty.
 
-    Each device has its own copy of the weights, so such an assignment would be lost.
+    They are trainable weights that a call of the model has assigned. Each device has its own copy
+    of the weights, so such an assignment would be lost.
     """
     if weights:
         seen = (
@@ -154,15 +155,15 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Refuse a model that needs one process per device.
 
-    If `evener launch` can start such processes, exit so that it does. Otherwise raise RequestError;
-    `other` is a remedy that needs only one process.
+    If `evener launch` can start such processes, exit so that it does. Otherwise raise RequestError.
+    `seen` is the reason, and `other` a remedy that needs only one process.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
-    """Warn if the data have fewer rows than the plan's global batch."""
+    """Warn if the data have fewer rows than `planned`, the plan's global batch (None: no plan)."""
     if planned is not None and rows < planned:
         warn(
             f"The data have {rows} rows, fewer than the plan's global batch of {planned}: "
@@ -172,13 +173,13 @@ def warn_small_data(rows: int, planned: int | None) -> None:
 
 
 def all_layers(model: Any) -> list[Any]:
-    """Return every layer of a model, including those inside inner models and other layers."""
+    """Return every layer of a model, including layers inside inner models and other layers."""
     found: list[Any] = model._flatten_layers(include_self=False)
     return found
 
 
 def plain_variables(model: Any) -> list[Any]:
-    """Return each `tf.Variable` in attributes of a model and its layers once.
+    """Return the `tf.Variable`s in attributes of a model and its layers, without duplicates.
 
     Keras doesn't track these variables.
     """
@@ -195,9 +196,9 @@ def overrides(model: Any, name: str) -> bool:
 
 
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the model's BatchNormalization layers.
+    """Return the model's BatchNormalization layers whose `synchronized` argument has this value.
 
-    `synchronized` selects layers by their `synchronized` argument; None selects all.
+    None selects all BatchNormalization layers.
     """
     found = [
         each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)
@@ -206,7 +207,10 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
 
 
 def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
-    """Return the moving averages of the model's BatchNormalization layers."""
+    """Return the moving averages of the model's BatchNormalization layers.
+
+    `synchronized` selects layers as in `list_normalizations`.
+    """
     layers = list_normalizations(model, synchronized)
     return [state for layer in layers for state in layer.non_trainable_variables]
 

@@ -1,4 +1,4 @@
-"""Batches from arrays, in an order that every process of a group can reproduce.
+"""Batches of arrays, in an order that every process of a group can reproduce.
 
 The order of an epoch is a keyed permutation, so the rows of a step can be computed from the step's
 number alone. Therefore a process gathers only its own rows of a global batch, and the next epoch's
@@ -30,7 +30,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A global batch whose rows are sorted by device."""
+    """A global batch whose rows are assigned to devices by length, and sorted by device."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -38,10 +38,10 @@ class AssignedArrays(NamedTuple):
 
 
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
-    """Assign the rows of a batch to devices by length.
+    """Assign the rows of a batch to devices by length, given the `tokens` in each row.
 
-    Returns the order of the rows (device after device), the edges between devices, and the length
-    in tokens of each device's longest row.
+    Return the order of the rows (device after device), the edges between devices in that order, and
+    the length in tokens of each device's longest row.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -221,9 +221,9 @@ Take = Callable[
 class ArrayBatches:
     """Batches of `batch` rows from nested arrays (x, y, weight); y and weight may be missing.
 
-    The last batch of an epoch has the remaining rows. An epoch has `rows` rows, by default as many
-    as the arrays have; if it has more, the arrays are repeated. Raises RequestError if the arrays
-    have unequal numbers of rows, or no rows.
+    The last batch of an epoch has the remaining rows. With `shuffle`, `seed` determines the order.
+    An epoch has `rows` rows, by default as many as the arrays have; if it has more, the arrays are
+    repeated. Raises RequestError if the arrays have unequal numbers of rows, or no rows.
     """
 
     def __init__(

@@ -1,9 +1,11 @@
-"""Decisions in the graph of a step: comparisons of values that don't belong to single rows.
+"""Find decisions in the graph of a step: comparisons of values that don't belong to single rows.
 
 An example is the comparison of a batch's mean confidence with a threshold. Such a value is
-different for parts of a batch, so a part may take a different branch from the whole. Most batches
-don't reveal this, because the values of the batch and of its parts lie on the same side of the
-threshold. An audit therefore compares the values, and the gradients of both branches.
+different for parts of a batch, so a part may take a different branch from the whole. Most
+batches don't reveal this, because the values of the batch and of its parts lie on the same
+side of the threshold. Therefore an audit compares the margins (left minus right side) of
+the batch and of its parts. If they differ, it forces the decision to each side and compares
+the gradients of both branches.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison that user code has added to a graph.
+    """Yield (place, operation) for each comparison in a graph that user code has added.
 
-    Comparisons with one result per row are left out.
+    The place is the line of user code; see `find_place`. Comparisons with one result per row are
+    left out, because parts of a batch decide them as the whole batch does.
     """
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
@@ -48,8 +51,8 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 def find_place(operation: Any) -> str:
     """Return the line of user code that created an operation, such as `train.py, line 3`.
 
-    Return "" for Keras' own operations. An operation of a functional model has no such line and is
-    identified by its name.
+    An operation of a functional model has no such line, so its name is returned. Return "" for
+    operations of Keras and evener.
     """
     for frame in reversed(operation.traceback):
         path = frame.filename
@@ -70,16 +73,19 @@ def read_margin(operation: Any) -> Any:
 
 
 class Shifts:
-    """Amounts that are added to the left sides of a graph's comparisons.
+    """Amounts that are added to the left sides of a graph's comparisons, to force their results.
 
-    They are 0 unless `assign` has set others.
+    All amounts are 0 until `assign` sets others.
     """
 
     def __init__(self) -> None:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Add an amount to a comparison of the graph that is being traced."""
+        """Make a comparison of the graph that is being traced add its amount to its left side.
+
+        `place` is the line of user code that created the comparison `operation`.
+        """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
         amounts = self._amounts.setdefault(place, [])
@@ -91,7 +97,10 @@ class Shifts:
         operation._update_input(0, left + amount)
 
     def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts of the comparisons at `place`, a line of user code."""
+        """Set the amounts of the comparisons at `place`, one array for each of them.
+
+        `place` is a line of user code.
+        """
         pairs = zip(self._amounts[place], amounts, strict=True)
         self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
 
@@ -102,10 +111,10 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return how far the margins of parts of a batch are from the whole's margins, by place.
+    """Return how far the margins of parts of a batch are from the margins of the whole batch.
 
-    A place is a line of user code; `others` has all margins of the parts at each place. A place is
-    left out if all its margins agree.
+    `others` has the margins of all parts. Both it and the result are keyed by place, a line of user
+    code. A place is left out if all its margins agree.
     """
     found = {}
     for place, margins in whole.items():
@@ -116,7 +125,7 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """Return, elementwise, the largest distance between `margin` and other margins.
+    """Return, elementwise, the largest distance between `margin` and the margins in `others`.
 
     Distances within rounding count as 0.
     """
@@ -126,10 +135,13 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that move margins to the positive side of 0, then to the negative side.
+    """Yield amounts that force comparisons first to the positive side, then to the negative.
 
-    A moved margin is half as far from 0 as the whole batch's margin is from its parts' margins.
-    Margins that all parts share aren't moved.
+    Adding an amount to the left side of a comparison changes its margin, which is left minus
+    right side. `margins` are those of the whole batch, and `apart` their largest distances
+    from the margins of its parts, one array for each comparison. The changed margin is half of
+    this distance, first above 0 and then below. Margins that don't differ between the whole
+    and its parts aren't changed.
     """
     for side in (0.5, -0.5):
         yield [

@@ -1,8 +1,8 @@
 """The interface of an engine: a way to train a Keras model on devices, behind Keras' own `fit`.
 
-`Solo` is Keras' own training on one device, `Towers` one process with several devices, `Workers`
-one process of a group. `FitHooks` gets the steps, the form of the data and the wrappers of Keras'
-functions from an engine, and contains no code for a particular engine.
+`Solo` is Keras' own training on one device, `Towers` is one process with several devices, and
+`Workers` is one process of a group. `FitHooks` gets three things from an engine: the steps, the
+form of the data and the wrappers of Keras' functions. It contains no code for a particular engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Engine(Protocol):
     splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which Keras' own steps run unchanged."""
+        """Return the scope in which Keras' own steps run, on the device that holds the weights."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
         """Return a context in which an error also makes the other processes of the group fail."""
@@ -47,7 +47,7 @@ class Engine(Protocol):
     def check_step(self) -> None:
         """Raise RequestError if the engine can't train the compiled model.
 
-        It is called before a train function is made, so it considers how the model is compiled.
+        It is called before a train function is made, when it is known how the model is compiled.
         """
 
     def check_test_step(self) -> None:
@@ -66,35 +66,47 @@ class Engine(Protocol):
         """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function with the engine's work before and after it."""
+        """Return a function that calls `run`, Keras' train function, with the engine's work."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' test function with the engine's work before and after it."""
+        """Return a function that calls `run`, Keras' test function, with the engine's work."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for methods of the model other than its steps, by name."""
 
     def build(self, x: Any) -> None:
-        """Create the weights from the first rows of x, if they are needed before the first step."""
+        """Create the weights from x, the data of a `fit`, if they are needed before a step."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of the arrays in the form that the engine's steps accept."""
+        """Return a dataset of the arrays in the form that the engine's steps accept.
+
+        An `endless` dataset repeats its epochs without a pause.
+        """
 
     def draw_seed(self) -> int:
-        """Draw a seed for shuffling the epochs, determined by `keras.utils.set_random_seed`."""
+        """Return a random seed for shuffling; `keras.utils.set_random_seed` determines it."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """Prepare for a `fit`; return its callbacks, adapted if they restore, save or stop."""
+        """Prepare for a `fit`, and return the callbacks to use.
+
+        `callbacks` is the argument of `fit`. Callbacks that restore, save or stop may be adapted.
+        """
 
     def share_weights(self) -> None:
         """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's compute and waiting time in the last steps; empty if unknown."""
+        """Return each device's compute and waiting time in the last steps; empty if unknown.
+
+        The devices are in the order of the shares.
+        """
 
 
 class OneProcess:
-    """The base class of engines with one process; data, files and callbacks are Keras' own."""
+    """The base class of engines with one process.
+
+    Such engines leave data, files and callbacks to Keras.
+    """
 
     name = ""
     splits = True
@@ -192,6 +204,6 @@ class Solo(OneProcess):
 
 
 def draw_number() -> int:
-    """Return a random number below 2^31; `keras.utils.set_random_seed` determines it."""
+    """Return a random number below 2^31; `keras.utils.set_random_seed` makes it reproducible."""
     with tf.device("CPU:0"):
         return int(tf.random.uniform([], maxval=1 << 31, dtype=tf.int64))

@@ -1,6 +1,7 @@
-"""Random numbers that are the same for a row wherever it is computed.
+"""Make random numbers independent of where a row is computed.
 
-They are used when parts of a batch are compared with the whole.
+Audits need this when they compare parts of a batch with the whole: a row must get the same random
+numbers, such as a dropout mask, in both.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 
 @contextmanager
 def equal_rows(model: Any) -> Iterator[None]:
-    """Make Keras draw the same numbers for each row, and normalization use its moving averages."""
+    """Return a context in which random numbers and normalization don't depend on other rows.
+
+    Keras draws the same numbers for each row, and normalization layers use their moving averages
+    instead of the batch's statistics.
+    """
     _install()
     token = rows_alike.set(True)
     try:
@@ -48,7 +53,7 @@ def equal_rows(model: Any) -> Iterator[None]:
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
-    """Return a replacement of the layer's call that normalizes by the moving averages."""
+    """Return a replacement for `layer.call` that normalizes by the moving averages."""
     normalize = layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -60,10 +65,10 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    """Replace functions that draw random numbers; each call checks its thread's context variables.
+    """Replace the functions of Keras and TensorFlow that draw random numbers, once per process.
 
-    Keras has no hook for that. Outside `equal_rows` and `draws_alike`, the functions work as
-    before.
+    Neither has a hook for that. Outside `equal_rows` and `draws_alike`, the replaced functions work
+    as before. Each call checks the context variables of its thread.
     """
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
@@ -116,10 +121,12 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Make each device and pass of a step's graph draw the same numbers as the whole batch.
+    """Return a context in which a step draws the same random numbers for any part of a batch.
 
-    This includes `equal_rows`. TensorFlow's own random numbers, and Keras' random numbers that
-    don't come from a generator of the model, are drawn from one fixed seed.
+    A step whose graph is traced in this context can then be run on a part of a batch and
+    compared with the whole. The context includes `equal_rows`. In addition, TensorFlow's own
+    random numbers are drawn from one fixed seed, and so are Keras' random numbers, except those
+    from a seed generator of the model.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)
@@ -140,7 +147,10 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stateless version of TensorFlow's function, with a fixed seed and equal rows."""
+    """Return a function like TensorFlow's random function, but with a fixed seed and equal rows.
+
+    `draw` is the stateless version of that function.
+    """
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 
     def draw_alike(
@@ -154,7 +164,10 @@ def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore the random state of Python, NumPy and, if it has a seed, TensorFlow."""
+    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit.
+
+    TensorFlow's state is restored only if TensorFlow has a seed.
+    """
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:

@@ -1,4 +1,4 @@
-"""Read the first batch before Keras' train or test function gets it."""
+"""Read the first batch of a `fit` or `evaluate` before Keras' train or test function gets it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and an iterator over all batches including the first one.
+    """Return the first batch, and a replacement for `batches` that still includes it.
 
-    The first batch is None if there is none, or if the iterator has elements that aren't tensors.
-    Up to `steps` batches are read ahead.
+    Up to `steps` batches are read ahead, because Keras runs that many steps in one call. The first
+    batch is None if there is none, or if the iterator has elements that aren't tensors.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
@@ -35,9 +35,9 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return these batches as a dataset with this element spec.
+    """Return the batches in `seen` as a dataset with the element spec `spec`.
 
-    Axes that are open in the spec stay open, because the step is traced with it.
+    Axes of unknown length in the spec stay unknown, because the step is traced with this spec.
     """
 
     def repeat() -> Iterator[Any]:
@@ -60,13 +60,16 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return an empty or zero tensor whose open axes differ in length from this tensor's."""
+    """Return a tensor of zeros whose unknown axes differ in length from those of `tensor`.
+
+    A dataset of both tensors therefore has these axes unknown, like `spec`.
+    """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return (x, y, weight) of a batch, or of this process's rows of it, as tensors."""
+    """Return a batch, or this process's rows of it, as tensors (x, y, weight)."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 

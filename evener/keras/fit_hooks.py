@@ -47,8 +47,8 @@ ARRAYS = ("x", "y", "sample_weight")
 class FitHooks:
     """Methods that replace a model's own methods, so that a split's `engine` trains it.
 
-    `batch` and `samples` are the numbers of rows per step and per epoch of the running `fit`; they
-    are None if they can't be derived from arrays.
+    `batch` and `samples` are the numbers of rows per step and per epoch of the running `fit`. They
+    are None if they are unknown, for example with a dataset.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:
@@ -94,11 +94,11 @@ class FitHooks:
         model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """Return the replacement of the model's step of this name.
+        """Return the replacement for the model's step `name`, such as "train_step".
 
         It is the engine's step if the model has Keras' own, or if the engine doesn't split. A
-        `train_step` that the user overrides runs around the engine's step, any other overridden
-        step runs unchanged.
+        `train_step` that the user overrides runs around the engine's step. Any other
+        overridden step runs unchanged.
         """
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -108,7 +108,7 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Wrap the training step so that its graph records when its rows are available.
+        """Return a training step like `step` whose graph also records when its rows are available.
 
         With XLA, nothing is recorded, because XLA has no clock.
         """
@@ -122,7 +122,10 @@ class FitHooks:
         return note_and_train
 
     def _timed(self, name: str, method: Any) -> Any:
-        """Wrap a method so that the time it takes between two steps is recorded under `name`."""
+        """Return a method like `method` whose duration is recorded under `name`.
+
+        It then counts as "files", for example, instead of as the time between two steps.
+        """
 
         @functools.wraps(method)
         def call(*given: Any, **words: Any) -> Any:
@@ -132,7 +135,11 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return the hook of this name with the signature and docstring of the replaced method."""
+        """Return this object's `fit` or `evaluate`, with the signature
+        and docstring of Keras' method.
+
+        An error in it also makes the other processes of a group fail.
+        """
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -149,10 +156,10 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function as Keras does, and wrap it.
+        """Make Keras' train, test or predict function as its method `name` does, and wrap it.
 
-        XLA is disabled unless the engine is solo on the first device. Raises RequestError if the
-        engine can't run the model.
+        With `force`, an existing function is replaced. XLA is disabled unless the engine is solo on
+        the first device. Raises RequestError if the engine can't run the model.
         """
         model = self.model
         if name == "make_train_function":
@@ -183,7 +190,10 @@ class FitHooks:
         self._starts = False
 
     def _wrap(self, name: str, function: Any) -> Any:
-        """Wrap Keras' train, test or predict function with the engine's work, audits and clocks."""
+        """Return Keras' train, test or predict function with the engine's work, audits and clocks.
+
+        `name` is the model's attribute for the function, such as "train_function".
+        """
         engine = self.engine
         training = name == "train_function"
         self._plain.clear(training)
@@ -204,7 +214,10 @@ class FitHooks:
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call `keras.Model.fit`; the default batch size is the split's global batch."""
+        """Call `keras.Model.fit` with the arguments adapted to the engine.
+
+        The default batch size is the split's global batch.
+        """
         self.engine.check_model()
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
@@ -222,10 +235,10 @@ class FitHooks:
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call `keras.Model.evaluate`.
+        """Call `keras.Model.evaluate` with the arguments adapted to the engine.
 
-        The default batch size is the split's global batch or, with passes, the largest batch that
-        each device evaluates in one pass.
+        The default batch size is the split's global batch. With passes, it is the largest batch
+        that each device evaluates in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
@@ -283,9 +296,10 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace arrays with a dataset of batches without a pause between epochs.
+        """Replace the arrays of a `fit` with a dataset that doesn't pause between epochs.
 
-        Data that only Keras can batch are left to Keras.
+        `chosen` are the arguments of `fit`, which are changed. Data that only Keras
+        can batch are left to Keras.
         """
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
@@ -326,15 +340,19 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return arrays for evaluation as batches in the engine's form, and the number of steps."""
+        """Return arrays for evaluation as batches of `size` rows in the engine's form.
+
+        Also return the number of batches, because Keras has to be told how many steps there are.
+        """
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch a dataset if it yields single samples.
+        """Batch the dataset of a `fit` if it yields single samples.
 
-        Raises RequestError if a group is given a generator.
+        `chosen` are the arguments of `fit`, which are changed. Raises RequestError if
+        a group is given a generator.
         """
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
@@ -350,10 +368,11 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Convert validation data to batches in the engine's form.
+        """Convert the validation data of a `fit` to batches in the engine's form.
 
-        The batch size is `validation_batch_size`. By default, it is the default of `evaluate` for a
-        plan with passes, and otherwise `size`.
+        `chosen` are the arguments of `fit`, which are changed. The batch size is
+        `validation_batch_size`. By default, it is the default of `evaluate` for a plan with
+        passes, and otherwise `size`.
         """
         data = chosen["validation_data"]
         if data is None:
@@ -387,5 +406,5 @@ def _is_clone_model(frame: Any) -> bool:
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs, or None if it doesn't know them before its first batch."""
+    """Return the model's inputs; None if the model doesn't know them before its first batch."""
     return getattr(model, "inputs", None) if model.built else None

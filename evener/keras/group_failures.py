@@ -1,10 +1,10 @@
-"""Failures in a group of processes: if one of them fails, the others stop too and report why.
+"""Failures in a group of processes: if a process fails, the others stop too and report why.
 
-A process that raises an error no longer takes part in the group's collectives, and the others would
-wait for it as long as it runs. It therefore notifies them through TensorFlow's coordination
-service. If all processes fail, for example when a model is refused, each raises its own error and
-the group stays usable; if only some fail, the collectives of the others are aborted with the
-error's text.
+A process that raises an error no longer takes part in the group's collectives, and the others
+would wait for it as long as it runs. Therefore it notifies them through TensorFlow's
+coordination service. If all processes fail, for example because a model is refused, each raises
+its own error and the group stays usable. If only some fail, the collectives of the others are
+aborted with the error's text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END = " (evener)"
 
 
 class GroupFailures:
-    """The failures of a group's processes; each process has one such object."""
+    """Handles the failures of a group of `size` processes; each process has one such object."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -36,9 +36,10 @@ class GroupFailures:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Abort the other processes' collectives if only this process fails in the context.
+        """Return a context in which a failure of this process also stops the other processes.
 
-        Raises DeviceError if another process has failed. Nested contexts do nothing.
+        If only this process fails, the others' collectives are aborted. Raises DeviceError if
+        another process has failed. Nested contexts do nothing.
         """
         if self._inside:
             yield
@@ -56,7 +57,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Abort the collectives of the other processes, unless all of them fail too."""
+        """Abort the other processes' collectives with the error's text, unless all of them fail."""
         self._count += 1
         service = context.context()
         try:
@@ -67,7 +68,10 @@ class GroupFailures:
             return  # the service has stopped, because another process has exited
 
     def _all_fail(self, service: Any) -> bool:
-        """True if all processes fail within `WAIT_S`."""
+        """Return True if all processes report a failure within `WAIT_S` seconds.
+
+        `service` is TensorFlow's coordination service.
+        """
         end = time.monotonic() + WAIT_S
         for rank in range(self._size):
             left = max(1, int(1000 * (end - time.monotonic())))
@@ -87,7 +91,10 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the message about the failed process; "" if the error has another cause."""
+    """Return the message about another process's failure that caused this error.
+
+    Return "" if the error has another cause.
+    """
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

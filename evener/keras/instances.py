@@ -12,7 +12,10 @@ from typing import Any
 
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an object's attribute or method within the context; Keras doesn't track the value."""
+    """Return a context in which the attribute or method `name` of an object has this value.
+
+    Keras doesn't track the value. On exit, the earlier value is restored.
+    """
     attributes = vars(instance)
     had = name in attributes
     before = attributes.get(name)

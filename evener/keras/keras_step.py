@@ -25,7 +25,8 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 class OwnRows(NamedTuple):
     """One process's rows of a global batch.
 
-    There is at least one row; only the first `size` of them count.
+    There is always at least one row. If the process has no rows, it is a filler row: `size` is 0
+    and the row's results are dropped.
     """
 
     data: Tensors
@@ -55,7 +56,7 @@ def count_rows(data: Tensors) -> Any:
 
 
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
-    """Return rows `start` to `stop` of every tensor.
+    """Return rows `start` to `stop` of every tensor in nested tensors.
 
     If that range is empty, return row 0 as a filler (see `widen_if_empty`).
     """
@@ -66,8 +67,8 @@ def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     """Return the range unchanged, or the range of row 0 if it is empty.
 
-    An empty replica can abort TensorFlow. The caller drops the results of such a filler row
-    (`take_rows` with 0 rows).
+    An empty replica can abort TensorFlow, so such a filler row is computed instead. The caller
+    drops its results (`take_rows` with 0 rows).
     """
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
@@ -76,7 +77,10 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 
 
 def open_rows(leaf: Any) -> Any:
-    """Return the type of a tensor or array with an open number of rows; scalars keep their type."""
+    """Return the spec (type and shape) of a tensor or array, with an unknown number of rows.
+
+    The spec of a scalar, which has no rows, is that of a scalar.
+    """
     if leaf is None:
         return None
     shape = [None, *leaf.shape[1:]] if len(leaf.shape) else []
@@ -141,7 +145,11 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined Keras masks and logits of `sources`, if all have them, to `result`."""
+    """Attach the combined masks and logits of `sources` to `result`, and return it.
+
+    Keras stores masks and logits as attributes of tensors. They are combined
+    only if all sources have them.
+    """
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
         result._keras_mask = combine(masks)
@@ -152,7 +160,7 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return the logits of a softmax or sigmoid; None for other tensors.
+    """Return the logits from which a softmax or sigmoid was computed; None for other tensors.
 
     Keras computes a crossentropy from the logits if it finds them.
     """
@@ -170,7 +178,10 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Mark calls of the model within the context as made by a step, not by the user's loop."""
+    """Return a context in which calls of the model count as made by a step, not by the user's loop.
+
+    See `warn_of_own_loop`.
+    """
     token = in_step.set(True)
     try:
         yield
@@ -179,7 +190,7 @@ def calls_of_steps() -> Iterator[None]:
 
 
 def build_model(model: Any, x: Tensors) -> None:
-    """Create the weights of a model that would create them from its first batch."""
+    """Create the weights of a model that would otherwise create them from its first batch."""
     if not all(layer.built for layer in (model, *all_layers(model))):
         call_once(model, x)
 
@@ -205,7 +216,7 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return the model's own `call`, with a warning if the user's own training loop calls it.
+    """Return a replacement for the model's `call` that warns if a user's training loop calls it.
 
     Such a loop would compute the whole batch on one device.
     """
@@ -261,9 +272,10 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
 def call_on_copies(
     model: Any, x: Tensors, training: bool, copies: Sequence[Any], states: Sequence[tuple[Any, Any]]
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
-    """Call the model with these weights and states.
+    """Call the model with these copies of its weights and these values of its states.
 
-    Returns outputs, the losses that layers added, regularizers, and the scope with the updates.
+    Return the outputs, the losses that layers added, the regularizers' losses, and the scope, which
+    has the values that the call assigned. Raises RequestError if the call assigned weights.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -273,15 +285,18 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """Call the model; return outputs, the losses that layers added, and regularizers."""
+    """Call the model; return the outputs, the losses that layers added
+    and the regularizers' losses.
+    """
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split the losses of a call into the losses that layers added and the weights' regularizers.
+    """Split the losses of a call into those that layers added and those
+    of the weights' regularizers.
 
-    Keras lists the regularizers last.
+    Keras lists the regularizers' losses last.
     """
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
@@ -321,9 +336,10 @@ def part_of_loss(
 ) -> Any:
     """Return the contribution of the rows in `batch` to the whole batch's loss.
 
-    `batch` is (x, y, outputs, weight); `losses` are the model's own. `parts` are these rows / all
-    rows, and the same ratio for the unit that the loss is averaged over. A filler row counts as no
-    row, because the loss of an empty batch may be NaN.
+    `batch` is (x, y, outputs, weight), and `losses` are those that layers added and regularizers.
+    `found` has the measured kinds. `parts` has these rows' fraction of all rows, and the same
+    fraction of the unit over which the loss is averaged. A filler row counts as no row, because the
+    loss of an empty batch may be NaN.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -333,14 +349,14 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the model's loss on (x, y, outputs, weight) without the layers' `losses`."""
+    """Return the model's loss on `batch`, (x, y, outputs, weight), without the layers' `losses`."""
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return the contribution of a layer's loss, on a fraction `part` of the rows, to the loss."""
+    """Return what a layer's loss on a fraction `part` of the rows contributes to the whole loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 

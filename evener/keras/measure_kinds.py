@@ -1,9 +1,10 @@
-"""Measure how losses, states and attributes of parts of a batch add up to the whole batch's.
+"""Measure how losses, states and attributes of a batch's parts combine into the whole batch's.
 
-An engine combines the results of its devices' own rows, so it has to know whether a loss is a mean
-over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go through
-Keras' own step, together and in two unequal parts, in a graph without side effects. This module
-doesn't check whether the combination is exact; audits do.
+The result is a kind for each of them (see `part_kinds.py`). An engine combines the results of its
+devices' own rows, so it has to know whether a loss is a mean over rows, a mean over tokens or a
+sum. Before the first step, a few rows of its batch go through Keras' own step, together and in
+two unequal parts, in a graph without side effects. This module doesn't check whether the
+combination is exact; audits do.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Wrap Keras' train or test function so that its first batch is measured by `measure_batch`.
+    """Return a function like `run` that first measures the kinds of the first batch.
 
-    The result is stored in the engine. Raises RequestError if the engine can't combine a loss of
-    the measured kind.
+    `run` is Keras' train function, or its test function unless `training`. `plain` are Keras' own
+    steps on one device, and `audited` is True if steps are audited. The result is stored in the
+    engine. Raises RequestError if the engine can't combine a loss of the measured kind.
     """
     is_first = True
 
@@ -94,12 +96,11 @@ def measure_first(
 def measure_batch(
     engine: Engine, plain: PlainSteps, first: Tensors, training: bool, audited: bool
 ) -> None:
-    """Measure how parts of a batch add up, and store the result in `engine.kinds`.
+    """Measure how the results of a batch's parts combine, and store the kinds in `engine.kinds`.
 
-    In a group, the process with the largest share measures for all of them. If steps are
-    `audited`, the others trace Keras' own step meanwhile, because their audits need it.
-
-    Raises RequestError if the engine can't combine a loss of this kind.
+    `first` is the batch. In a group, the process with the largest share measures for all of them.
+    If steps are `audited`, the other processes trace Keras' own step meanwhile, because their
+    audits need it. Raises RequestError if the engine can't combine a loss of this kind.
     """
     model, group = engine.model, engine.group
     with tf.device(engine.device), kept_attributes(model):
@@ -133,7 +134,8 @@ def measure_batch(
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
     """Create the variables of optimizer, losses and metrics from rows of (x, y, weight).
 
-    TensorFlow would trace a step twice if the step created variables.
+    They must exist before a step is traced, because TensorFlow would trace it twice
+    if the step created variables.
     """
     if training and not model.optimizer.built and model.trainable_variables:
         model.optimizer.build(model.trainable_variables)
@@ -149,7 +151,8 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return how parts add up, measured on two parts of the first rows of a batch (x, y, weight).
+    """Return the kinds, measured on the first rows of a batch (x, y,
+    weight) and on two parts of them.
 
     `step` is Keras' own step on such rows. `partial` is True if each part of a batch has its own
     loss, so that the loss has to be measured too.
@@ -173,12 +176,18 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return the row and a second one with half its floating-point values."""
+    """Return two rows: the given one, and one with half its floating-point values.
+
+    Parts of a batch can't be measured on a single row.
+    """
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 class Measured(NamedTuple):
-    """Results of Keras' own step on some rows: first on all of them, then on parts."""
+    """The results of Keras' own step on some rows: first on all rows, then on each part of them.
+
+    Its methods find the kinds from these results.
+    """
 
     model: Any
     step: TracedStep
@@ -187,10 +196,11 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return how the values of each loss that layers add combine over parts.
+        """Return the kind of each loss that layers add.
 
         A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern any of
-        these rows. It is measured again with other values of the variables, and with other rows.
+        these rows. Such a loss is measured again, first with nonzero values of the variables and
+        then with other weights and inputs.
         """
         found = self._read_added(self.results)
         for vary in (self._raise_zeros, self._change_weights):
@@ -215,11 +225,14 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, and the rows unchanged."""
+        """Return nonzero values for variables that are 0, by their keys, and the rows unchanged."""
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return values like `_raise_zeros`, weights with added noise, and negated inputs."""
+        """Return new values for variables, and rows with negated inputs.
+
+        The values are those of `_raise_zeros`, and noise is added to weights.
+        """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
@@ -228,12 +241,13 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return how the change of each assigned state adds up, by the state's index.
+        """Return the kind of each state that the step assigns, by the state's index.
 
-        Each kind is determined twice, from the current values of the states and from the values
-        after the first run; it is OTHER if the two results differ. For example, a sum that decays
+        A kind describes how a state's changes on the parts combine into its change on all rows.
+        Each kind is determined twice, from the current values of the states and from their values
+        after the first run; it is OTHER if both results differ. For example, a sum that decays
         can't be distinguished from a plain sum while it is 0. Changes of BatchNormalization's
-        states are always weighted by rows.
+        states are always weighted by rows. The index is that in `model.non_trainable_variables`.
         """
         variables = self.model.non_trainable_variables
         keys = {
@@ -261,7 +275,10 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return how tensors in attributes that don't consist of rows, such as a mean, add up."""
+        """Return the kinds of tensors in attributes that don't consist of rows, such as a mean.
+
+        They are keyed by the attribute's name.
+        """
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}
         for name, value in whole.items():
@@ -275,11 +292,11 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return how the model's loss without the layers' losses adds up.
+        """Return the kind of the model's loss without the layers' losses; OTHER if no kind fits.
 
-        Labels without padding, for example, don't reveal whether padding counts. The loss is
-        therefore also computed with changed masks, weights and labels, and the result is a kind
-        that fits both the original rows and the changed ones.
+        The rows may not distinguish all kinds. For example, labels without padding don't reveal
+        whether padding counts. Therefore the loss is also computed with changed masks, weights and
+        labels, and the result is a kind that fits both the original rows and the changed ones.
         """
         calls = [each.call for each in self.results if each.call is not None]
         now = CallTensors(self.model)
@@ -297,9 +314,10 @@ class Measured(NamedTuple):
     def _fit_losses(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds that fit the loss of `batch`, which is (x, y, outputs, weight).
+        """Return the kinds that fit the losses of `batch`, which is (x, y, outputs, weight).
 
-        Return None if the loss can't be computed or isn't finite.
+        `calls` are the model's calls on all rows and on each part. Return None if the loss can't
+        be computed or isn't finite.
         """
         values: list[float] = []
         counts: list[dict[str, float]] = []
@@ -324,7 +342,11 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how a state's changes after parts of some rows add up to its change after all rows."""
+    """Return the kind of a state: how its changes after the parts combine into that after all rows.
+
+    `start` is the state's value before, `whole` its value after all rows, and `parts` are its
+    values after each part, which has `sizes` rows.
+    """
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
@@ -341,9 +363,10 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return the whole batch's state that the parts' states would add up to, for each kind.
+    """Return, for each kind, the state after the whole batch that the parts' states would imply.
 
-    SAME is possible only if the parts' states differ by no more than `near`.
+    `before` is the state before the batch. SAME is possible only if the parts' states
+    differ by no more than `near`.
     """
     changes = [each - before for each in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
@@ -355,7 +378,10 @@ def _combine(
 
 @contextmanager
 def _leaving_nothing(model: Any) -> Iterator[None]:
-    """Restore variables, losses and random states after the model's loss has been called."""
+    """Return a context in which a call of the model's loss has no lasting effect.
+
+    On exit, variables, losses and random states are restored.
+    """
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
@@ -390,7 +416,12 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels."""
+    """Yield (x, y, outputs, weight) unchanged, then with other masks,
+    other weights and other labels.
+
+    `call` is the model's call on the rows. Each variant distinguishes a kind of loss that the
+    original rows may not distinguish.
+    """
     x, y, weight = rows
     outputs = call.outputs
     yield x, y, outputs, weight
@@ -404,12 +435,12 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return a factor for each row, growing from 0.1 to 2."""
+    """Return a factor for each row, growing from 0.1 to 2, with axes that broadcast to `values`."""
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return labels with more padding in each row than in the previous row."""
+    """Return labels whose rows differ in the number of labels that are replaced by `padding`."""
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
@@ -417,7 +448,10 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return a copy of the outputs whose masks select the first 1, 2, 3, ... steps of the rows."""
+    """Return a copy of the outputs whose masks select a different number of steps in each row.
+
+    The rows' numbers are 1, 2, 3, ... steps, from the first step on.
+    """
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

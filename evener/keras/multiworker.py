@@ -75,6 +75,8 @@ class Workers:
     """The engine of one process in a group.
 
     Its steps accept the process's `OwnRows`, or a whole batch, from which they cut these rows.
+    `cut` is how a batch is divided, and `rebalancing` changes it during training; without it, the
+    shares are fixed. `device` is the device's name in messages.
     """
 
     name = "multiworker"
@@ -121,7 +123,7 @@ class Workers:
         return shared
 
     def check_model(self) -> None:
-        """Raise RequestError if no engine can split the model."""
+        """Raise RequestError if the model can't be split by any engine."""
         check_step(self.model)
 
     def check_step(self) -> None:
@@ -129,7 +131,7 @@ class Workers:
         check_workers(self.model)
 
     def check_test_step(self) -> None:
-        """Raise RequestError for an overridden `test_step`.
+        """Raise RequestError if the model overrides `test_step`.
 
         Such a step would get a process's own rows as if they were the whole batch.
         """
@@ -154,15 +156,17 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call Keras' method of this name after creating the weights from x, if necessary."""
+        """Call Keras' method `name` on a batch; create the model's
+        weights from x first, if necessary.
+        """
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
-        """Create the weights of a model that would create them from its first batch.
+        """Create the weights of a model that would otherwise create them from its first batch.
 
-        The processes can then share the weights before that batch.
+        `x` is the data of a `fit`. The processes can then share the weights before that batch.
         """
         if self.model.built:
             return
@@ -175,7 +179,8 @@ class Workers:
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Return a dataset of this process's rows, or of whole batches if they are needed.
 
-        Whole batches are needed if the shares change, or if the model may read all of x.
+        Whole batches are needed if the shares change, or if the model may read all of x. An
+        `endless` dataset repeats its epochs.
         """
         asks = overrides(self.model, "compute_metrics") or overrides(self.model, "train_step")
         if asks or self.rebalancing is not None:
@@ -183,7 +188,7 @@ class Workers:
         return arrays.own_rows(self.cut, self.group.rank, endless)
 
     def draw_seed(self) -> int:
-        """Return a seed for the order of epochs, drawn by the first process."""
+        """Return a seed for the order of epochs, the same in all processes (a collective)."""
         drawn = tf.constant(draw_number() if self.group.rank == 0 else 0, tf.int64)
         return int(self.group.sum_now([drawn])[0])
 
@@ -205,7 +210,10 @@ class Workers:
         self.group.share_weights([each.value for each in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each process's compute time (own work) and its waiting time for the others."""
+        """Return each process's compute time (own work) and its time waiting for the others.
+
+        The result is empty before the first step.
+        """
         steps, rank = self.times.read(), self.group.rank
         found = []
         for other in range(self.group.size):
@@ -220,10 +228,11 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' train function, or the `SurvivingStep` that replaces it, in checks.
+        """Return a function that runs Keras' train function `run` with evener's checks around it.
 
-        After the first steps, the processes' data are compared; with `rebalance`, shares may
-        change. Raises DeviceError if memory runs out and there are no passes.
+        With passes, a `SurvivingStep` replaces `run`. After the first steps, the processes'
+        data are compared; with `rebalance`, shares may change. Raises DeviceError if memory
+        runs out and there are no passes.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -262,10 +271,10 @@ class Workers:
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run as many steps as Keras has in one execution; return the logs of the last one.
+        """Run as many steps as Keras runs in one call, one at a time; return the last step's logs.
 
-        Keras would put them into a loop of one graph, but TensorFlow can't distinguish the
-        all-reduces of a loop's steps.
+        Keras would put these steps into a loop of one graph, but TensorFlow can't distinguish the
+        all-reduces of a loop's steps. Raises StopIteration if there is no batch.
         """
         steps = self.model.steps_per_execution
         if steps == 1:
@@ -284,8 +293,9 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
-        Each process may augment its inputs at random, so inputs are compared only if the labels of
-        a whole epoch can't distinguish rows, for example if all labels are 1.
+        Labels are compared. Each process may augment its inputs at random, so inputs are compared
+        only when the epoch ends, and only if the labels of the whole epoch can't distinguish rows,
+        for example because all labels are 1.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -323,9 +333,10 @@ class Workers:
     def finish_passes(
         self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
     ) -> dict[str, Any]:
-        """Finish a step whose passes are done.
+        """Finish a step whose passes are done, and return its logs.
 
-        `before` has the values of states before the passes, by the states' ids.
+        `data` is the batch. `before` has the values of states before the passes, by the states'
+        ids. `began` is the time at which the step began, and `result` has the sums over the passes.
         """
         own = self.own_rows(data)
         digest = _digest(data)
@@ -344,9 +355,11 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Sum over the processes, update the weights and states, and return the logs.
+        """Finish a step: sum over the processes, update weights and states, and return the logs.
 
-        `starts` are the values of the updated states before the step.
+        `own` are this process's rows, and `result` their gradients, loss and states. `digest`
+        identifies the whole batch, and `began` is the time at which the step began. `starts` are
+        the values that the states in `result.updates` had before the step.
         """
         part = _part(own)
         changes = [
@@ -360,8 +373,8 @@ class Workers:
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows.
 
-        Returns the results and the previous values of all states that the rows of all processes
-        change.
+        Return the results, and the values before the step of the states whose changes
+        are summed over all processes.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -380,14 +393,18 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return the states that a call assigns from the rows of all processes, and their kinds."""
+        """Return (state, kind) of each state whose changes on all processes' rows are combined."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return the contribution of this process's rows to the whole batch's loss."""
+        """Return this process's contribution to the whole batch's loss.
+
+        The contributions of all processes add up to the loss. `batch` is (x, y, outputs,
+        weight) of this process's rows.
+        """
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
@@ -408,8 +425,9 @@ class Workers:
     ) -> tuple[list[Any], Any]:
         """Sum over the processes, and update weights and states.
 
-        `changes` are (value before the step, change by own rows) for each state in
-        `result.updates`. Returns the sums of the tensors `sent` for the metrics, and the loss.
+        `changes` has (value before the step, change by own rows) for each state in
+        `result.updates`. `sent` are tensors that the metrics need. Return the sums of `sent` over
+        the processes, and the loss of the whole batch.
         """
         gradients = result.gradients
         if tf.executing_eagerly():
@@ -434,10 +452,12 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Return the tensors summed over the processes.
+        """Return the sums of `tensors` over the processes; also record
+        all processes' compute times.
 
-        Also records all processes' compute times and digests, which are summed as type `kind`.
-        `times` are the times at which this process's step began and its tensors were ready.
+        The compute times and the digests of the batches are sent with the same collective, as
+        type `kind`. `times` has the time at which this process's step began, and the time at
+        which its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels
@@ -453,7 +473,10 @@ class Workers:
         return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Record a rank whose batch differs from rank 0's, according to the digests of all."""
+        """Record which rank's batch differs from rank 0's, if any.
+
+        `labels` and `inputs` are vectors with the digests of all ranks' labels and inputs.
+        """
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
@@ -520,11 +543,12 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """The metrics of one step in which this process computes a part of the rows.
+    """The metrics of one step in which this process computes a part of the batch's rows.
 
-    The part has `size` of the `rows` rows, from row `start` on. Create this object before the model
-    is called on these rows. `before` has the previous values of states that have changed since the
-    step began, by the states' ids.
+    Create this object before the model is called on these rows, because it reads the
+    metrics' states. This process computes `size` of the `rows` rows, from row `start` on.
+    `before` has the values of states that have already changed in this step, from before
+    the step, by the states' ids.
     """
 
     def __init__(
@@ -541,9 +565,12 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return the tensors that the processes have to sum.
+        """Return this process's tensors, which must be summed over the processes for `finish`.
 
-        They are outputs, the changes of states by own rows, and the losses of single outputs.
+        They are the outputs (padded with zeros to the whole batch), the changes of metrics'
+        states by own rows, and the losses of single outputs. If the outputs are too large to
+        send, the compiled metrics count the own rows now, and the changes of their states are
+        returned instead of the outputs.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
@@ -572,7 +599,8 @@ class StepMetrics:
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """Update the metrics with the whole batch, and return the logs.
 
-        `sums` are the sums of the tensors that `own` returned; `loss` is that of all rows.
+        `sums` are the sums over the processes of the tensors that `own` returned, and `loss` is the
+        loss of the whole batch. `x`, `y` and `weight` are the whole batch.
         """
         left = iter(sums)
         sent = [next(left) for _ in _leaves(self._outputs)]
@@ -589,14 +617,18 @@ class StepMetrics:
 
 
 def _read(metrics: Any) -> list[tuple[Any, Any]]:
-    """Return the states of metrics with their values."""
+    """Return (state, value) for each state of these metrics."""
     return [
         (state, tf.convert_to_tensor(state)) for metric in metrics for state in metric.variables
     ]
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """Return the bytes of one row's outputs; infinite if they can't be sent."""
+    """Return the number of bytes of one row's outputs.
+
+    It is infinite if the outputs can't be summed over processes, for example
+    because their size is unknown.
+    """
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype
@@ -608,7 +640,7 @@ def _row_bytes(outputs: Tensors) -> float:
 
 
 def _leaves(outputs: Tensors) -> list[Any]:
-    """Return the outputs as a list, followed by the masks that Keras has attached to them."""
+    """Return the output tensors as a list, then the masks that Keras has attached to them."""
     found: list[Any] = keras.tree.flatten(outputs)
     return found + [
         mask for leaf in found if (mask := getattr(leaf, "_keras_mask", None)) is not None
@@ -616,7 +648,7 @@ def _leaves(outputs: Tensors) -> list[Any]:
 
 
 def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
-    """Pack these leaves and masks into the structure of `outputs`."""
+    """Return `leaves`, the tensors and masks from `_leaves`, in the structure of `outputs`."""
     left = iter(leaves)
     own = keras.tree.flatten(outputs)
     found = [tf.ensure_shape(next(left), [None, *leaf.shape[1:]]) for leaf in own]
@@ -628,9 +660,10 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Make the model's synchronized layers use the statistics of all processes' rows.
+    """Return a context in which synchronized layers use the statistics of all processes' rows.
 
-    `size` is the number of this process's rows that count.
+    These are BatchNormalization layers with `synchronized`. `size` is the number of this process's
+    rows; 0 if it only computes a filler row.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

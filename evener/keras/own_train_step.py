@@ -1,6 +1,7 @@
-"""Run an overridden `train_step` around an engine's step instead of around Keras' own.
+"""Run a model's own (overridden) `train_step` around an engine's step instead of Keras' step.
 
-It must call `super().train_step(data)`; typically it adds a value to the logs.
+The model's `train_step` must call `super().train_step(data)`;
+typically it adds a value to the logs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """A base class between the user's classes and Keras', whose step is an engine's."""
+    """A base class between the user's classes and `keras.Model`; its step is the engine's."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Run the engine's step."""
@@ -28,10 +29,10 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return an object with the model's attributes whose `super().train_step` is the engine's.
+    """Return an object like the model, whose `super().train_step` is the engine's step.
 
-    Both have the same dictionary of attributes, so attributes that the step sets are set on the
-    model. The object's class is created for it; the model keeps its own class.
+    The object and the model share one dictionary of attributes, so attributes that the step sets
+    are set on the model. The object's class is created for it; the model keeps its own class.
     """
     kind = type(model)
     make_class: Any = type(kind)
@@ -42,10 +43,10 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """The model's own `train_step` around the step of an engine; both are traced as one graph.
+    """The model's own `train_step` around `step`, the step of an engine.
 
-    Raises RequestError unless it calls `super().train_step` exactly once, because otherwise its
-    gradients wouldn't be the engine's.
+    Both are traced as one graph. A call raises RequestError unless `train_step` calls
+    `super().train_step` exactly once, because otherwise its gradients wouldn't be the engine's.
     """
 
     def __init__(self, model: Any, step: Step) -> None:

@@ -1,9 +1,10 @@
 """How losses, states and attributes of a batch's parts combine into those of the whole batch.
 
-`measure_kinds.py` determines which way applies to a model. Passes can't do without them, because
-the activations of a pass are freed before the outputs of all rows exist. Processes could exchange
-outputs, inputs and attributes and compute the loss of all rows, but each step would wait for that
-between forward and backward.
+A kind is the way in which they combine: a mean weighted by rows, a sum, and so on.
+`measure_kinds.py` determines the kinds of a model. Passes need them, because the activations of
+a pass are freed before the outputs of all rows exist. Processes could instead exchange outputs,
+inputs and attributes and compute the loss of all rows, but each step would wait for that
+between forward and backward pass.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ class PartKinds(msgspec.Struct, frozen=True):
     attributes: dict[str, str] = {}
 
     def added_kind(self, place: int) -> str:
-        """Return how the layers' loss number `place` adds up: ROWS unless `added` has its kind."""
+        """Return the kind of the layers' loss at index `place`; ROWS if it wasn't measured."""
         return self.added[place] if place < len(self.added) else ROWS
 
 
 def main_part(kind: str, part: Any) -> Any:
     """Return the weight of a part's value in the value of the whole batch.
 
-    It is 1 if `kind` is SUM (0 for a filler row), otherwise `part`, the part's fraction.
+    `part` is the part's fraction of the rows, as a tensor. The weight is `part`, but 1 if `kind` is
+    SUM. A filler row has the fraction 0, and always the weight 0.
     """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return the number of each unit over which a loss may be a mean, by name.
+    """Return how many of each unit, such as unmasked steps, these tensors have, by the unit's name.
 
-    The units are those of COUNTS that these tensors have; the numbers are float64 tensors.
+    A unit is what a loss may be a mean over. The units are those of COUNTS that the tensors have,
+    and the counts are float64 tensors.
     """
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
@@ -68,7 +71,10 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weights of the steps that a mask includes."""
+    """Return the weights of all steps, with 0 for steps that the mask excludes.
+
+    Without a mask, the weights are returned unchanged.
+    """
     if mask is None:
         return weight
     if weight.shape.rank == 1:
@@ -79,11 +85,12 @@ def _spread(weight: Any, mask: Any) -> Any:
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the ways in which the values of parts combine into the value of the whole.
+    """Return the kinds in which the values of parts combine into the value of the whole.
 
-    `counts` maps the name of a unit to its count in each part: {"rows": (3, 5), "labels": (20,
-    61)}. A name fits if the mean of the parts' values, weighted by these counts, equals the whole's
-    value within the relative `rounding`. SUM fits if the sum of the parts' values does.
+    `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5),
+    "labels": (20, 61)}. A unit's name is returned if the mean of the parts' values, weighted by
+    its counts, equals the whole's value within the relative `rounding`. SUM is returned if the
+    sum of the parts' values does.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)
@@ -95,8 +102,8 @@ def find_fitting(
 def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
     """Return the mean of values, weighted by counts.
 
-    A value with count 0 is ignored, because a mean over nothing is NaN. If all counts are 0, the
-    mean is infinite.
+    A value with count 0 is ignored, because it is NaN if it is a mean over nothing. If all counts
+    are 0, the result is infinite.
     """
     total = sum(counts)
     if not total:

@@ -1,9 +1,9 @@
 """Micro-batches (passes) of a device's rows.
 
-Forward and backward run on some rows at a time, then gradients and states are combined. The loss of
-a pass is weighted by its rows, or added, so only losses that are means or sums over rows are exact.
-The passes are a loop in the graph, so the device stores the activations of only one pass, and one
-trace serves any number of passes.
+The forward and backward pass run on some rows at a time, then gradients and states are combined.
+The loss of a pass is weighted by its rows, or added, so only losses that are means or sums over
+rows are exact. The passes are a loop in the graph, so the device stores the activations of only one
+pass, and one trace serves any number of passes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 class StateUpdate(NamedTuple):
     """A state's value after one device's calls, and how to combine it with other devices' values.
 
-    `kind` is CHAINED (the last device's value is used), ADDED (the value is an increment of the
-    state), AVERAGED (changes are averaged by rows, for example the loss of one of several outputs),
-    or one of the measured kinds ROWS, SUM and SAME.
+    - CHAINED: the last device's value is used.
+    - ADDED: the value is an increment of the state.
+    - AVERAGED: changes are averaged by rows, for example the loss of one of several outputs.
+    - ROWS, SUM and SAME are the measured kinds (see `part_kinds.py`).
     """
 
     state: Any
@@ -50,9 +51,9 @@ class StateUpdate(NamedTuple):
 class StepStates:
     """The states of a model during the calls of one step.
 
-    No two devices draw the same random numbers. Metrics inside layers count the rows of all
-    devices: a device's call continues from the previous device's values or, with passes,
-    starts from 0.
+    Seeds differ by device, so that no two devices draw the same random numbers. Metrics inside
+    layers count the rows of all devices: a device's call continues from the previous device's
+    values or, with passes, starts from 0. `found` has the measured kinds of the states.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -67,9 +68,10 @@ class StepStates:
         self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
-        """Return every state with the value that a device's first call starts from.
+        """Return (state, value) for every state, with the value from which a device's call starts.
 
-        With `apart`, metrics start from 0 instead of from the previous device's value.
+        `device` is the device's number. With `apart`, metrics start from 0 instead of from
+        the previous device's value.
         """
         starts = []
         for state in self._variables:
@@ -83,7 +85,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return the update of a state after a device's calls."""
+        """Return the update of a state that has this value after a device's calls."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
@@ -91,17 +93,22 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True for a state of a metric, except the losses of single outputs."""
+        """True if the state belongs to a metric, except a metric that is
+        the loss of a single output.
+        """
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """Return a state's value after another pass, on the fraction `part` of the device's rows.
+        """Return a state's accumulated value after another pass.
 
-        `before` is its value before the pass; `start` is the value that the pass started
-        from, which is the same for all passes unless the state is chained. `first` is True
-        for the first pass.
+        - `before` is its accumulated value before the pass.
+        - `start` is the value from which the pass started. Unless the state is chained, it is the
+          same for all passes.
+        - `new` is the value that the pass assigned.
+        - `part` is the fraction of the device's rows in the pass, and `first` is True for the first
+          pass.
         """
         if self._counts(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row
@@ -121,9 +128,10 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the states that a device's only call updated in this StatelessScope.
+        """Return the updates of the states that a device's only call has assigned in `scope`.
 
-        Metrics don't count a filler row.
+        `starts` are the states with their values before the call. If `size` is 0, the call was on a
+        filler row, which metrics don't count.
         """
         found = []
         for state, begin in starts:
@@ -139,10 +147,11 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Assign the states that the calls updated; each call comes with its fraction of the rows.
+    """Assign the states that the calls of all devices updated.
 
-    Changes of averaged states are averaged by rows, and changes of summed states are summed. A
-    chained state gets the last call's value, any other state the first call's value.
+    `calls` has, for each call, its fraction of the rows and its updates. Changes of averaged states
+    are averaged by rows, and changes of summed states are summed. A chained state gets the last
+    call's value, any other state the first call's value.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -162,20 +171,24 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state's new value is computed from the changes that all devices make."""
+    """True if a state of this kind is computed from the changes that all devices make to it."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return one device's contribution to the change of a state that adds up.
+    """Return one device's contribution to the change of a state that adds up (see `adds_up`).
 
-    `part` is the device's fraction of the rows.
+    `start` is the state's value before the step, and `part` the device's fraction of the rows.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return how the values of a state from several devices are combined, by the state's id."""
+    """Return how several devices' values of each state are combined, by the state's id.
+
+    `found` has the measured kinds. Other states are averaged by rows if they are floating-point
+    numbers, and otherwise assumed to be the same on all devices.
+    """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -184,7 +197,7 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """True if random numbers are drawn from this state."""
+    """True if the variable is the state of a random number generator of Keras."""
     return bool(state.name == SEED_NAME)
 
 
@@ -200,10 +213,11 @@ class PassSums(NamedTuple):
 
 
 class DevicePasses:
-    """The passes of one device, the `number`-th of its process.
+    """Runs the passes of one device, the device with index `number` in its process.
 
-    `data` is the device's (x, y, weight), `size` the number of its rows that count, and `rows` the
-    number of rows in the whole batch.
+    `data` is the device's (x, y, weight), `size` the number of its rows without filler rows, and
+    `rows` the number of rows in the whole batch. `found` has the measured kinds, and `variables`
+    are the model's plain variables, which are reset before each pass.
     """
 
     def __init__(
@@ -231,9 +245,9 @@ class DevicePasses:
         self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run `passes` passes of nearly equal size one after another, at least one.
+        """Run `passes` passes of nearly equal size one after another, and return their sums.
 
-        A device without rows that count runs its only pass on a filler row.
+        At least one pass runs. A device without rows runs it on a filler row, which doesn't count.
         """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
@@ -284,9 +298,10 @@ class DevicePasses:
         return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the pass on rows `start` to `stop`.
+        """Run the pass on the device's rows from `start` to `stop`; this function is traced once.
 
-        Returns outputs, contribution to the loss, gradients and states.
+        `values` are the states' values after the previous passes. Return the outputs, the
+        contribution to the loss, the gradients and the new values of the states.
         """
         model = self.model
         with tf.device(HOST):
@@ -334,9 +349,10 @@ class DevicePasses:
     def _note(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the states after a pass of `count` rows from row `start` on.
+        """Return the values of the states after a pass of `count` rows from row `start` on.
 
-        The pass started from `states`; `values` are the values after the previous passes.
+        `values` are the values after the previous passes, `states` the states with the values from
+        which this pass started, and `scope` has the values that it assigned.
         """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):

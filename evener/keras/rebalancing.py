@@ -22,7 +22,10 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut into whole samples; a traced step uses the current shares whenever it runs."""
+    """A cut of batches into whole samples that may change during training.
+
+    A traced step uses the current shares whenever it runs, because they are variables.
+    """
 
     def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         super().__init__(shares, micros=micros)
@@ -33,7 +36,8 @@ class ChangingCut(Cut):
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         """Cut batches according to these shares from the next step on.
 
-        `micros` are used only if the cut had passes from the beginning.
+        `micros` are the maximum rows per pass. They are used only if the cut had passes from the
+        beginning, because the traced step otherwise has none.
         """
         self.weights = tuple(shares)
         self.total = sum(shares)
@@ -49,7 +53,8 @@ class ChangingCut(Cut):
     def bounds(self, rows: Any) -> list[Any]:
         """Return the boundaries of the devices' rows in a batch of `rows` rows.
 
-        For a tensor, they are computed in the graph; for an int, from the current shares.
+        If `rows` is a tensor, they are computed in the graph from the shares when it runs. If it is
+        an int, they are computed now.
         """
         if isinstance(rows, int):
             return super().bounds(rows)
@@ -68,7 +73,7 @@ HOST = "CPU:0"
 
 
 class GroupStep(NamedTuple):
-    """A step of the group."""
+    """The measured times of one step of the group, in seconds."""
 
     number: int
     rows: int  # rows of the whole batch
@@ -77,7 +82,10 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """The times of a group's last steps, measured by the process `rank`."""
+    """Records the times of the last KEPT_STEPS steps of a group, in the graph of the step.
+
+    `rank` is this process's rank, and `size` the number of processes.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -87,7 +95,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return, as a tensor of the graph, the Unix time at which these tensors were ready."""
+        """Return the Unix time at which these tensors are ready, as a tensor of the graph."""
         with tf.control_dependencies(tensors):
             last = tf.reshape(tensors[-1], [-1])[
                 :1
@@ -98,15 +106,15 @@ class WorkTimes:
     def spread(self, own_work_s: Any, kind: Any) -> Any:
         """Return a vector with this process's value at the index of its rank and 0 elsewhere.
 
-        The sum of these vectors over the processes has the values of all processes.
+        The all-reduced sum of these vectors has the values of all processes. `kind` is its type.
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Record a step of `rows` rows in the graph.
+        """Record a step of `rows` rows, by operations of the graph.
 
-        `own_works` is the summed vector of all processes' compute times, `met_s` the time until
-        this process had all sums.
+        `own_works` is the vector of all processes' compute times, and `met_s` the time from this
+        process's last gradient until it had all sums.
         """
         with tf.device(HOST):
             figures = tf.stack([tf.cast(rows, tf.float64), met_s])
@@ -116,7 +124,7 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def read(self) -> list[GroupStep]:
-        """Return the last steps, oldest first."""
+        """Return the last steps, up to KEPT_STEPS, oldest first."""
         count = int(self._count.numpy())
         kept = self._kept.numpy().tolist()
         steps = []
@@ -133,7 +141,8 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 class GroupRebalancer:
     """Changes the cut of a group's batches according to the processes' compute times.
 
-    `shares` are the plan's, in rank order; empty without a plan.
+    `shares` are the plan's shares in rank order; they are empty without a plan. `rank` is this
+    process's rank: the first process prints changes.
     """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
@@ -146,9 +155,10 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Record that `steps` steps were trained, and change the shares if that is worthwhile.
+        """Record that `steps` more steps were trained, and change the shares if that is worthwhile.
 
-        Every process must call this after the same steps.
+        `times` has measured these steps. Every process must call this after the same steps, so
+        that all make the same change.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

@@ -23,12 +23,12 @@ from .tf_devices import driver_name
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports the samples/s of a split's devices to the monitor after every step.
 
-    The callback calls `evener.report`'s reporter. In a group, the first process reports for all. A
-    step of a dataset whose number of rows is unknown counts as the split's global batch; without a
-    global batch, nothing is reported. For a model that trains without a split, pass `rows`, the
-    number of rows per step. With `log`, the shares, the samples/s and their ratio to the plan's
-    samples/s are added to the `logs` at the end of each epoch, where TensorBoard and the callbacks
-    of W&B and MLflow find them; these callbacks must come after this one.
+    In a group of processes, the first one reports for all. A step of a dataset whose number of
+    rows is unknown counts as the split's global batch; without a global batch, nothing is
+    reported. For a model that trains without a split, pass `rows`, the number of rows per step.
+    With `log`, the shares, the samples/s and their ratio to the plan's samples/s are added to the
+    `logs` at the end of each epoch, where TensorBoard and the callbacks of W&B and MLflow find
+    them; these callbacks must come after this one.
 
     Raises RequestError without a split and without `rows`.
     """
@@ -81,7 +81,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(metrics())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Tell the monitor that this training has ended."""
+        """Remove this training from the monitor."""
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
@@ -110,14 +110,14 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the sums of the parts of all steps."""
+        """Return the sums of the parts of all steps; empty before the model has a split's hooks."""
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 
     def _promised(self) -> float:
-        """Return the samples/s of the plan.
+        """Return the samples/s that the plan predicts.
 
-        Return 0 if there is no plan, or if it was made for a different global batch.
+        Return 0 if there is no plan, or if the plan was made for a different global batch.
         """
         split = self._split
         if split is None or split.plan is None:
@@ -127,7 +127,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the number of rows in the first `steps` steps of an epoch."""
+        """Return the number of rows in the first `steps` steps of an epoch; 0 if it is unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0

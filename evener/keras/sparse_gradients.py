@@ -1,8 +1,8 @@
-"""Sparse gradients, such as the gradient of an embedding table when a batch uses only some rows.
+"""Sparse gradients, such as that of an embedding table of which a batch uses only some rows.
 
 Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
-several times would change the training. Passes and processes therefore concatenate their slices, as
-on one device, and don't sum any before the optimizer.
+several times would change what is learned. Therefore passes and processes concatenate their slices,
+as one device would do, and leave their sums to the optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .keras_step import pad_rows
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient; a sparse one loses its slices if `rows` is 0, for a filler row."""
+    """Return the gradient; a sparse gradient without slices if `rows` is 0.
+
+    A process or device without rows computes a filler row, whose slices mustn't be used.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -24,7 +27,10 @@ def without_filler(gradient: Any, rows: Any) -> Any:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the type of a tensor or gradient in a graph; a sparse one has any number of slices."""
+    """Return the spec (type and shape) of a tensor or a gradient, for a traced graph.
+
+    A sparse gradient may have any number of slices.
+    """
     if not isinstance(tensor, tf.IndexedSlices):
         return tf.TensorSpec(tensor.shape, tensor.dtype)
     shape = tf.TensorShape([None, *tensor.values.shape[1:]])
@@ -36,9 +42,10 @@ def spec_of(tensor: Any) -> Any:
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
     """Return an eager step's gradients, with zeros where only other processes have a gradient.
 
-    Python code may decide from a process's own rows which weights it uses. Without the zeros, the
-    processes would sum tensors of different lengths, and wait for each other forever. Every process
-    must call this. A gradient is dense if it is dense in any process.
+    Python code may decide from a process's own rows which weights it uses. Without the zeros,
+    processes would sum tensors of different lengths and wait for each other forever. A
+    gradient becomes dense if it is dense in any process. This function is a collective: every
+    process of `group` must call it.
     """
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
     dense = [
@@ -60,9 +67,11 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 
 
 class PassGradient:
-    """A weight's gradient over the passes of a loop; dense gradients are summed, slices collected.
+    """A weight's gradient, accumulated over the passes of a loop in a graph.
 
-    `begin` returns the loop's first value, `add` the next one, and `finish` the whole gradient.
+    Dense gradients are summed, and the slices of sparse gradients are collected. `of_one_pass` is
+    the gradient of a single pass. `begin` returns the loop variable's first value, `add` its next
+    value, and `finish` the gradient over all passes.
     """
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
@@ -70,7 +79,7 @@ class PassGradient:
         self._one = of_one_pass
 
     def begin(self, slots: Any) -> Any:
-        """Return the value before the first of `slots` passes."""
+        """Return the value of the loop variable before the first of `slots` passes."""
         if not isinstance(self._one, tf.IndexedSlices):
             return tf.zeros_like(self._weight)
         return [
@@ -81,7 +90,10 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the value after pass number `slot`."""
+        """Return the value of the loop variable after pass number `slot`.
+
+        `before` is its value before that pass, and `gradient` the gradient of the pass.
+        """
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
             summed.set_shape(before.shape)  # unknown if an axis of length 1 meets an open one
@@ -90,7 +102,7 @@ class PassGradient:
         return [array.write(slot, leaf) for array, leaf in zip(before, leaves, strict=True)]
 
     def finish(self, after: Any) -> Any:
-        """Return the gradient over all passes."""
+        """Return the gradient over all passes; `after` is the loop variable's last value."""
         if not isinstance(self._one, tf.IndexedSlices):
             return after
         values, indices = (array.concat() for array in after)
@@ -100,9 +112,9 @@ class PassGradient:
 class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
-    Each process pads its slices with zeros to the total number of slices in the group. `own` are
-    these tensors, and `join` returns gradients from their sums. Every process must create this
-    object at the same point of the step.
+    To concatenate slices by a sum, each process pads its slices with zeros to the total number of
+    slices in the group. `own` are the padded tensors, and `join` returns gradients from their sums.
+    Creating this object is a collective: every process must do it at the same point of the step.
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
@@ -121,7 +133,10 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the gradients of all processes' rows, in the order of the processes."""
+        """Return the group's gradients from `sums`, the sums of `own` over all processes.
+
+        Slices are in the order of the processes.
+        """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
             tf.IndexedSlices(values[:total], indices[:total], each.dense_shape)
@@ -134,8 +149,8 @@ class SharedSlices:
 class SharedGradients:
     """The dense and sparse gradients of a process's rows, to be summed over its group.
 
-    `gradients` has one for each trainable weight, or None. `values` are their tensors. Every
-    process must call `prepare` at the same point of the step.
+    `gradients` has an entry for each trainable weight, which is None if the weight has no gradient.
+    `values` are the tensors of these gradients.
     """
 
     def __init__(self, gradients: Sequence[Any]) -> None:
@@ -150,9 +165,10 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors that the group has to sum.
+        """Return the tensors that the group has to sum; a collective that every process must call.
 
-        The dense gradients come from the last layer to the first, as a backward pass computes them.
+        The dense gradients are in the order from the last layer to the first, because a backward
+        pass computes them in this order.
         """
         self._slices = SharedSlices(group, list(self._sparse.values()))
         return [*self._slices.own, *reversed(self._dense.values())]

@@ -41,17 +41,22 @@ class Split:
     """Divides the training of a Keras model among several devices.
 
     Create the Split before the model, then pass the model to `build` or `model`.
-    `Split("plan.toml")` reads devices and shares from a plan; `Split()` uses the plan of `evener
-    launch`. `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` have the same meaning as
-    the arguments of `multi_gpu_model`; `devices` accepts TensorFlow's device names instead.
 
-    With `rebalance`, the shares of a group of processes are adjusted during training to each
-    process's compute time (own work). `noise` is refused, because only PyTorch's ranks measure a
-    noise scale.
+    - `Split("plan.toml")` reads devices and shares from a plan; `Split()` uses the plan of `evener
+      launch`.
+    - `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` have the same meaning as the
+      arguments of Keras's former `multi_gpu_model`; `devices` accepts TensorFlow's device names
+      instead.
+    - `global_batch` is the number of samples per step; by default, it is the plan's.
+    - `engine` is one of ENGINES. "auto" chooses multiworker if TF_CONFIG names several processes,
+      and otherwise towers.
+    - With `strict`, differences between the plan and this training raise PlanError instead of
+      issuing a SplitWarning.
+    - With `rebalance`, the shares of a group of processes are adjusted during training to each
+      process's compute time (own work).
+    - `noise` is refused, because only PyTorch's ranks measure a noise scale.
 
-    Raises PlanError, RequestError or DeviceError if the devices can't train as requested. If the
-    plan was made for a different training, issues a SplitWarning, or raises PlanError with
-    `strict`.
+    Raises PlanError, RequestError or DeviceError if the devices can't train as requested.
     """
 
     def __init__(
@@ -142,9 +147,9 @@ class Split:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The samples of a full global batch that each computing device gets.
+        """The number of samples of a full global batch for each computing device.
 
-        Without a global batch, these are the ratios as whole numbers.
+        Without a global batch, they are the ratios as whole numbers.
         """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
@@ -153,9 +158,11 @@ class Split:
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Call `make_model` in the scope of the first device and pass the result to `model`.
+        """Create a model in the scope of the first device, and make it
+        train on the split's devices.
 
-        A model instead of a function is passed to `model` directly.
+        `make_model` is a function that returns a compiled model. If it is a model, it
+        is passed to `model` directly.
         """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
@@ -187,11 +194,12 @@ class Split:
     ) -> Any:
         """Return a dataset of global batches of these arrays.
 
-        Each epoch contains every sample once; its last batch may be shorter. With `shuffle`, every
-        epoch has a different order, which is the same in all processes of a group. With `lengths`,
-        the number of tokens in each padded row, each tower gets rows of similar length, cut to its
-        longest one. x may also be a tf.data.Dataset of single samples or of batches of any size;
-        its order is kept.
+        Each epoch contains every sample once; its last batch may be shorter. `batch_size` is by
+        default the split's global batch. With `shuffle`, every epoch has a different order,
+        which `seed` determines and which is the same in all processes of a group. With
+        `lengths`, the number of tokens in each padded row, each tower gets rows of similar
+        length, cut to its longest row. x may also be a tf.data.Dataset of single samples or of
+        batches of any size; its order is kept.
 
         Raises RequestError if there is no batch size, or if these arguments can't be combined.
         """
@@ -405,9 +413,10 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
 def _choose_engine(
     asked: str, plan: Plan | None, group: Group | None, is_whole: bool
 ) -> tuple[str, str]:
-    """Return the engine's name and a message that says why it was chosen.
+    """Return the engine's name, and a message that says why it was chosen.
 
-    `is_whole` is True if a single device computes each batch in one pass.
+    `asked` is the requested engine. `is_whole` is True if a single device
+    computes each batch in one pass.
     """
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."
@@ -421,7 +430,10 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares, without passes if each share fits in one pass."""
+    """Return the cut by these shares, in passes of up to `micros` rows.
+
+    If each share is a single pass, the cut has no passes.
+    """
     return Cut(shares, micros=() if micros == shares else micros)
 
 

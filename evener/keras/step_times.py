@@ -1,4 +1,4 @@
-"""Times of the parts of a `fit`'s steps, measured in the thread that calls Keras' train function.
+"""Measure the parts of a `fit`'s steps, in the thread that calls Keras' train function.
 
 A step's graph records when its rows are available; until then, the step waits for input. The time
 between two calls counts as callbacks, without the time for validation and files, which is counted
@@ -28,7 +28,7 @@ Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator o
 
 
 class FitStep(NamedTuple):
-    """The durations of a step's parts, in seconds."""
+    """The durations of a step's parts, in seconds per step."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -36,12 +36,12 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The sum of these durations."""
+        """The duration of the whole step in seconds, including the time before it."""
         return self.input_s + self.work_s + self.between_s
 
 
 class StepTimes:
-    """A clock for the steps of a model's `fit` calls."""
+    """Measures the durations of the steps of a model's `fit` calls."""
 
     def __init__(self) -> None:
         self.sums = RunningSums()
@@ -55,7 +55,7 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Add an op to the graph of a step that records when its rows are available."""
+        """Add an op to the graph of a step that records when its rows, `data`, are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -68,10 +68,10 @@ class StepTimes:
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap the train function to record the start of each of its calls.
+        """Return a function that records the current time and then calls `run`.
 
-        `run` is Keras' train function, with evener's work before it. The time is recorded first, so
-        it is also before that work.
+        `run` is Keras' train function together with evener's work before it. Recording the time
+        first ensures that this work doesn't count as callbacks.
         """
 
         def run_called(batches: Any) -> Any:
@@ -81,7 +81,10 @@ class StepTimes:
         return run_called
 
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Wrap only Keras' train function, which runs `steps()` steps, to measure its duration."""
+        """Return a function that calls `run`, Keras' train function, and measures its duration.
+
+        `steps` returns the number of steps that one call of `run` runs.
+        """
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -93,7 +96,10 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Count the time spent in this context between two steps as `validation` or `files`."""
+        """Return a context whose duration doesn't count as callbacks.
+
+        It counts as the activity `name`, which is `validation` or `files`.
+        """
         began_s = time.time()
         try:
             yield
@@ -128,8 +134,8 @@ class StepTimes:
     def read_input_s(self) -> float | None:
         """Return how long all counted steps together have waited for their rows, in seconds.
 
-        Return None if no step records when its rows are available, for example with XLA, or with
-        passes in engine multiworker.
+        Return None if steps don't record when their rows are available, for example with XLA, or
+        with passes in engine multiworker.
         """
         return self.sums.whole.input_s if self._notes else None
 

@@ -1,8 +1,9 @@
 """A step that continues if memory runs out in one of its passes.
 
-The passes are one graph; the sum over the processes and the update of the weights are another. If
-memory runs out in the first graph, the states are restored and it runs again with more passes,
-while the other processes wait in the all-reduces of the second graph.
+The step consists of two graphs. The first one runs the passes; the second one sums over the
+processes and updates the weights. If memory runs out in the first graph, the states are
+restored and it runs again with more passes, while the other processes wait in the
+all-reduces of the second graph.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 class SurvivingStep:
     """A replacement for Keras' train function in an engine of type `Workers` with passes.
 
-    If `limit` is None, the step fails when memory runs out, as in probes.
+    `limit` is the maximum rows per pass, which falls when memory runs out. If it is None, the step
+    fails then, as probes require. `said` is called with a report of each retry.
     """
 
     def __init__(
@@ -72,7 +74,10 @@ class SurvivingStep:
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes and return their results; whenever memory runs out, run smaller passes."""
+        """Run the passes and return their results; retry in smaller passes when memory runs out.
+
+        `before` has the values of the states before the step, which are restored before a retry.
+        """
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]
@@ -100,7 +105,11 @@ class SurvivingStep:
         self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs for batches of this type and any number of rows."""
+        """Trace both graphs for batches of this type and any number of rows.
+
+        `spec` is the type of the batches; if it is None, it is derived from the batch `data`. Does
+        nothing if the graphs are already traced for this type.
+        """
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
             return
@@ -118,7 +127,11 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph that is being traced; it fails if memory runs out."""
+        """Run the whole step in the graph that is being traced, instead
+        of in two graphs of its own.
+
+        Such a step fails if memory runs out.
+        """
         self._states = list_states(self._engine.model)
         before = [tf.convert_to_tensor(state) for state in self._states]
         own = self._engine.own_rows(data)
@@ -160,9 +173,9 @@ class SurvivingStep:
 
 
 def list_states(model: Any) -> list[Any]:
-    """Return the variables that a call of the model or its loss may assign, each once.
+    """Return the variables that the model's call or its loss may assign, without duplicates.
 
-    Trainable weights are left out.
+    Trainable weights aren't included, because passes don't change them.
     """
     every = [
         *model.non_trainable_variables,
@@ -182,7 +195,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return a description of the device's memory use, as a part of a message."""
+    """Return how much of the device's memory is in use, as a part of an error message."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

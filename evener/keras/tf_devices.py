@@ -1,4 +1,4 @@
-"""TensorFlow's names for the devices of a plan or of `Split`'s arguments."""
+"""TensorFlow's names for the devices of a plan and of `Split`'s arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """Return TensorFlow's name for each device that computes in the plan.
 
-    It is the name of the GPU, or of one logical CPU device per CPU slice.
+    GPUs keep their names, such as "GPU:0". If the plan has CPU slices, the CPU is divided into one
+    logical device per slice, such as "CPU:1".
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -79,7 +80,10 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a message for each GPU whose product name differs from the plan's."""
+    """Return a message for each GPU whose product name differs from the one in the plan.
+
+    `names` are TensorFlow's names for the plan's devices.
+    """
     gpus = {
         short_name(gpu.name).removeprefix("physical_device:"): gpu
         for gpu in tf.config.list_physical_devices("GPU")
@@ -97,14 +101,15 @@ def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Shorten "/job:worker/replica:0/task:0/device:GPU:1" and "/device:GPU:1" to "GPU:1"."""
+    """Return the short form of a device name, such as "GPU:1" for "/job:worker/device:GPU:1"."""
     return name.rpartition("/")[2].removeprefix("device:").removeprefix("DEVICE:")
 
 
 def driver_name(name: str) -> str | int:
-    """Return the driver's number for a GPU, or the UUID under which this process sees it.
+    """Return the number or the UUID that identifies a GPU, as the monitor needs it.
 
-    For a CPU, return TensorFlow's name in lower case.
+    It is the entry in CUDA_VISIBLE_DEVICES for TensorFlow's GPU `name`, or TensorFlow's number
+    without that variable. For a CPU, return TensorFlow's name in lower case.
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":
@@ -115,9 +120,11 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Divide TensorFlow's CPU into `count` logical devices.
+    """Divide TensorFlow's CPU into `count` logical devices, so that it
+    can compute as several towers.
 
-    Raises DeviceError if TensorFlow has already started.
+    Does nothing if `count` is below 2 or the CPU is already divided. Raises DeviceError if
+    TensorFlow has already started.
     """
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     if count < 2 or tf.config.get_logical_device_configuration(cpu):
@@ -140,9 +147,9 @@ def _visible_gpus() -> list[str] | None:
 
 
 def _position(share: Share, visible: list[str] | None) -> int:
-    """Return the index of the plan's GPU among those that this process sees.
+    """Return TensorFlow's index of a plan's GPU: its position among the visible GPUs.
 
-    Raises DeviceError if CUDA_VISIBLE_DEVICES leaves it out.
+    `visible` are the entries of CUDA_VISIBLE_DEVICES. Raises DeviceError if they don't include it.
     """
     if visible is None:
         return share.index

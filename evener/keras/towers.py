@@ -1,11 +1,11 @@
 """Engine towers: one process and one graph, in which each device computes its rows.
 
-Each device runs the model on its own copy of the weights and sends its outputs to the first device,
-which computes the loss of the whole batch and the metrics as a single device would. The gradient of
-the loss goes back to each device for its rows, and the gradients of the weights are summed.
-Therefore every loss, mask, sample weight, clipping and gradient accumulation is the same as on one
-device. Only layers that combine the rows of a batch (BatchNormalization) see only the rows of their
-device.
+Each device runs the model on its own copy of the weights (a tower) and sends its outputs to the
+first device. The first device computes the loss of the whole batch and the metrics as a single
+device would. The gradient of the loss goes back to each device for its rows, and the gradients of
+the weights are summed. Therefore every loss, mask, sample weight, clipping and gradient
+accumulation is the same as on one device. Only layers that combine the rows of a batch
+(BatchNormalization) see only the rows of their device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return each tensor with a gradient from which a loss may be computed, once."""
+        """Return the tensors from which a loss may be computed, without duplicates.
+
+        They are those with a gradient: outputs, logits, added losses and attributes.
+        """
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
@@ -69,7 +72,7 @@ class Towers(OneProcess):
     name = "towers"
 
     def check_model(self) -> None:
-        """Raise RequestError if no engine can split the model."""
+        """Raise RequestError if the model can't be split by any engine."""
         check_step(self.model)
 
     def check_step(self) -> None:
@@ -119,9 +122,11 @@ class Towers(OneProcess):
         weight: Any,
         assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on rows that are already divided among the devices.
+        """Train on a batch that is already divided among the devices, and return the logs.
 
-        `pieces` has, for each device, its rows and how many of them count.
+        `pieces` has, for each device, its rows of x and how many of them aren't filler rows.
+        `rows` is the number of rows of the batch (x, y, weight). `assigned` describes the division
+        if rows are assigned by length.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -169,9 +174,10 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's rows and how many of them count.
+        """Return each device's rows of x, with their number without filler rows.
 
-        They are cut on the host, so that only a device's own rows are sent to it.
+        They are cut on the host, so that only a device's own rows are sent to it. `assigned`
+        describes the division if rows are assigned by length.
         """
         if assigned is not None:
             return cut_pieces(x, assigned)
@@ -208,7 +214,11 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model on one device's rows, starting from these values of states."""
+        """Run the model on one device's rows, `part`, and return the result.
+
+        `size` is the number of these rows without filler rows, and `rows` that of the whole batch.
+        `starts` are the states with the values from which the call starts.
+        """
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -223,7 +233,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors stored in attributes, joined as if stored by one call on all rows."""
+        """Return the tensors that all towers stored in attributes, joined in the order of x."""
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
@@ -267,9 +277,9 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return the `AssignedArrays` or None, and the triple (x, y, weight).
+    """Return (`AssignedArrays`, (x, y, weight)) of a batch.
 
-    The first is None unless rows are assigned by length.
+    The first is None unless the rows are assigned by length.
     """
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
@@ -278,9 +288,10 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 
 
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
-    """Return the outputs of the whole batch.
+    """Return the outputs of the whole batch, in the order of x.
 
-    Raises RequestError if layers added losses that would have counted padding.
+    Raises RequestError if rows are assigned by length and layers added losses, because
+    these losses would count padding.
     """
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])

@@ -1,8 +1,8 @@
-"""The files in which training runs report their speed: their format, folders and reading.
+"""The files in which training runs report their speed: format, folders and reading.
 
-Files aren't trusted. A file is read only if it is regular, small and well formed, only this user
-can access it and its folder, and the process in its name is alive. Other files are ignored; files
-of dead processes are removed.
+Files aren't trusted. A file is read only if it is regular, small and well formed, if only this user
+can access it and its folder, and if the process in its name is alive. Other files are ignored, and
+files of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Doing = Literal[
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run: its part of each batch and of the samples/s, and its step times.
+    """A device of a training run, with its part of each batch and of the samples/s.
 
-    `own_work_s` is its compute time (own work).
+    It also has the device's step times; `own_work_s` is the compute time (own work).
     """
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
@@ -76,7 +76,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """One of a rank's last steps, with the times of its parts."""
+    """One of a rank's last steps, with the durations of its parts."""
 
     number: Count  # the number of the batch
     input_s: Seconds
@@ -93,7 +93,7 @@ class PendingShares(msgspec.Struct, frozen=True):
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """The metrics of a training run other than its samples/s."""
+    """The metrics of a training run that are reported besides its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
     # rank of this process; -1: a single process, or unknown
@@ -153,7 +153,7 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return how many seconds the next record is overdue."""
+        """Return how many seconds the next record is overdue at `at_seconds` (Unix time)."""
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
@@ -164,9 +164,9 @@ class Training(LiveRecord, frozen=True, kw_only=True):
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Return every training process of this user that reports its speed, sorted by pid.
+    """Return every training process of this user that reports its speed, sorted by process id.
 
-    Files of dead processes are removed.
+    `folders` are by default those of `live_folders`. Files of dead processes are removed.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -176,10 +176,10 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """Return the folders for reports, the preferred one first.
+    """Return the folders in which reports may be, the preferred one first.
 
-    If EVENER_LIVE_DIR is set, it is the only one; otherwise the runtime folder comes before the
-    state folder.
+    If EVENER_LIVE_DIR is set, it is the only one. Otherwise the user's runtime folder comes before
+    the state folder, because it is in memory.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -196,9 +196,10 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """Return the name of a reporter's file.
+    """Return the file name of a reporter.
 
-    A process is identified uniquely by its pid and its start in clock ticks since boot.
+    A process is identified uniquely by its process id and its start in clock ticks since boot.
+    `serial` distinguishes the reporters of one process.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
@@ -206,7 +207,7 @@ def file_name(pid: int, ticks: int, serial: int) -> str:
 def prepare_folder(folder: Path) -> None:
     """Create the folder, accessible to this user only, and remove files of dead processes.
 
-    Raises OSError if another user owns it.
+    Raises OSError if the folder belongs to another user.
     """
     make_private(folder)
     status = os.lstat(folder)
@@ -219,7 +220,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Replace the file by `content` atomically, readable by this user only."""
+    """Write `content` to the file atomically, so that readers never see a part of it.
+
+    The file is readable by this user only.
+    """
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
@@ -228,9 +232,9 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot.
+    """Return the start time of the process `pid`, in clock ticks since boot.
 
-    Return None if it has exited, is a zombie or can't be seen.
+    Return None if the process has exited, is a zombie or can't be seen.
     """
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
@@ -249,7 +253,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the text cut to 200 characters, with unprintable characters replaced."""
+    """Return the text, cut to 200 characters and with "?" for unprintable characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -273,9 +277,10 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return the content of a file, up to just beyond the size limit.
+    """Return the content of the file `name` in the folder with the descriptor `folder`.
 
-    The result is empty unless it is a regular file that only this user can access.
+    At most one byte more than the size limit is read. The result is empty unless it is a regular
+    file that only this user can access.
     """
     # a pipe must not block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -286,9 +291,9 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Return the record in a file.
+    """Return the record in the file `name` of the folder with the descriptor `folder`.
 
-    Return None unless it is a private, small and well-formed file of this user.
+    Return None unless it is a small and well-formed file that only this user can access.
     """
     try:
         return parse_record(_read_small(name, folder))

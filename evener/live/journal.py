@@ -1,9 +1,10 @@
 """The journal of a training run: its steps/s, changes of shares and restarts.
 
-Only some training runs write one. It is a JSON Lines file in the run's folder. The launcher names
-the run, so a training run that starts again continues the same file. If the folder or disk isn't
-writable, one warning is issued and training continues; the missing entries are written once there
-is room. Each line is written completely or removed again.
+The first rank writes the journal if evener launch started the training run or if the script asks
+for one. It is a JSON Lines file in the run's folder. The launcher names the run, so a training run
+that starts again continues the same file. If the folder or disk isn't writable, one warning is
+issued and training continues; the missing entries are written as soon as it is writable again. Each
+line is written completely or removed again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last complet
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
-    """The training processes have started, for the first time or again."""
+    """The training processes have started, either for the first time or after a restart."""
 
     at: At
     workload: str
@@ -71,7 +72,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """The steps in a time window, including the time between them."""
+    """The steps in a time window, and the duration of the window with the time between steps."""
 
     at: At  # end of the window
     steps: Count
@@ -95,7 +96,7 @@ class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entr
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """The current noise scale of the gradient."""
+    """The gradient noise scale of the training run at this step."""
 
     at: At
     step: Count  # since the processes began
@@ -120,7 +121,7 @@ TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
 class RecordedTraining(msgspec.Struct, frozen=True):
-    """The content of a training journal. Its first entry is a start."""
+    """The content of a training journal; the first entry is always a start."""
 
     run: str
     entries: tuple[TrainingEntry, ...]
@@ -132,7 +133,11 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> TrainingState:
-        """The state of the training run: "stopped" if it was killed or interrupted."""
+        """The state of the training run.
+
+        It is "stopped" if the run was killed or interrupted, or if its first rank's process
+        can't be found on this machine.
+        """
         last = self.entries[-1]
         start = self.start
         if isinstance(last, EndEntry):
@@ -142,7 +147,7 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str:
-        """The exception that ended the training run; empty if there is none."""
+        """The exception with which the training run failed; empty if it didn't fail."""
         last = self.entries[-1]
         return last.failure if isinstance(last, EndEntry) else ""
 
@@ -160,7 +165,7 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The last recorded samples/s; None if there is none."""
+        """The last recorded samples/s; None if no speed was recorded."""
         speeds = (
             entry.samples_per_second
             for entry in reversed(self.entries)
@@ -170,7 +175,11 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
 
 class TrainingJournal:
-    """The journal of one training run, written by its first rank."""
+    """The journal of one training run, written by its first rank.
+
+    `devices` and `shares` are those of each rank. `plan_created` is the creation time of
+    the plan, empty without a plan.
+    """
 
     def __init__(
         self, devices: Sequence[str], shares: Sequence[int], plan_created: str = ""
@@ -192,7 +201,7 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
-        """Record what is new in a report of the first rank."""
+        """Record what is new in a report of the first rank; the first report begins the journal."""
         if not self._began:
             self._begin(record)
         self._last = record
@@ -209,9 +218,9 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Count `step` steps until the time `at_s`; add an entry once the window is long enough.
+        """Note that `step` steps have ended by `at_s`; add an entry if the window is long enough.
 
-        `at_s` is in monotonic seconds, `sums` returns the first rank's current sums, and `quick`
+        `at_s` is in monotonic seconds. `sums` returns the first rank's current sums, and `quick`
         the seconds of a quick step since its last call. Entries stay in memory until the next
         report is recorded, because writing may be slow.
         """
@@ -235,7 +244,10 @@ class TrainingJournal:
 
     @property
     def window_ends_at(self) -> float:
-        """The monotonic time from which the next counted step ends a window of steps."""
+        """The monotonic time from which the next counted step ends the window of steps.
+
+        It is -infinity before the first window.
+        """
         if self._window is None:
             return -math.inf
         begun_s = self._window[1]
@@ -251,11 +263,11 @@ class TrainingJournal:
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Record the line that is printed when a pass runs out of memory, on any rank."""
+        """Record that a pass ran out of memory on some rank; `line` was printed about it."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write the pending entries, if the journal has begun."""
+        """Write the entries that were noted in memory, unless the journal hasn't begun yet."""
         if not self._began:
             return
         for entry in self._noted:
@@ -265,7 +277,7 @@ class TrainingJournal:
     def close(self) -> None:
         """Record the final speed and how the training run ended, and close the file.
 
-        After Ctrl-C, no end is recorded.
+        After Ctrl-C, the end isn't recorded, because the run counts as stopped.
         """
         if not self._began or self._last is None:
             return
@@ -309,7 +321,7 @@ class TrainingJournal:
     def _note_speed(self, record: LiveRecord) -> None:
         """Record the speed since the last speed entry, and the noise scale if it is known.
 
-        The first report only starts the clock.
+        The first report only marks the start of the measured time.
         """
         earlier = self._from
         self._from = record
@@ -333,7 +345,10 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry, after those that couldn't be written earlier."""
+        """Write an entry, after earlier entries that couldn't be written yet.
+
+        If too many are unwritten, the oldest one is dropped, but never the start.
+        """
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
             oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
@@ -341,7 +356,7 @@ class TrainingJournal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the pending entries; if that fails, keep them and warn once."""
+        """Write the entries in `_unwritten`; if that fails, keep them for later and warn once."""
         try:
             if self._descriptor < 0:
                 self._descriptor = _open_journal(self._run)
@@ -391,7 +406,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line.
+    """Append a line to the file.
 
     If it can't be written completely, remove the incomplete part and raise OSError.
     """

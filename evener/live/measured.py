@@ -8,10 +8,11 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the sums over a device's last steps.
+    """Return the sums over a device's last steps, from its entry `live` in a process's record.
 
-    If none are reported, or if the process has several devices and this one reports its own compute
-    time (own work), the result is a single step made from the medians. Without medians it is empty.
+    The result is a single step made from the medians if the process reports no sums. It is the same
+    if the process has several devices and this one reports its own compute time (own work), because
+    the sums are those of the whole process. Without medians, the result is empty.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
@@ -32,9 +33,11 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return a rank's metrics; `sums` are those of its steps.
+    """Return a rank's metrics, from which its limits are found.
 
-    `starved` is the fraction of time without cores.
+    `record` is the process's record and `live` its device. `name` is the name to show, and `sums`
+    are those of `recent_sums`. `micro` is the number of rows per pass. `starved` is the fraction of
+    time in which the rank's threads waited for cores.
     """
     return MeasuredRank(
         name=name,

@@ -18,10 +18,10 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """The last metrics of a reporter.
+    """The last metrics of a reporter, and the time until which they are valid.
 
-    They are cached because `metrics` may be called in every step, while files change only twice a
-    second.
+    They are cached because `metrics` may be called in every step, while
+    files change only twice a second.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -37,9 +37,9 @@ _cache: _Cache | None = None
 def metrics() -> dict[str, float]:
     """Return the metrics of this process's training run, named `evener/NAME`.
 
-    They can be passed to `wandb.log` and similar functions. They cover the ranks on this machine,
-    and are empty until the first report, about half a second after the start. Metrics without a
-    measurement are left out; docs/trackers.md lists all of them. Files are read at most twice a
+    They can be passed to `wandb.log` and similar functions. They cover the ranks on this machine.
+    The result is empty until the first report, about half a second after the start. Metrics without
+    a measurement are left out; docs/trackers.md lists all of them. Files are read at most twice a
     second, however often this function is called.
     """
     global _cache
@@ -58,7 +58,10 @@ def metrics() -> dict[str, float]:
 
 
 def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return the newest record of each rank of the training run that reports on this machine."""
+    """Return the newest record of each rank of this training run that is on this machine.
+
+    `own` is the record of this process.
+    """
     if not own.training:
         return (own,)
     every = [each for each in read_trainings() if each.training == own.training]
@@ -79,9 +82,9 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the metrics of the whole training run.
+    """Return the metrics of the whole training run from the records of its ranks.
 
-    Rates are summed over its ranks, and times are those of the slowest rank.
+    Rates are summed over the ranks. Times are those of the slowest rank.
     """
     speed = sum(each.samples_per_second for each in ranks)
     plan = max(each.plan_samples_per_second for each in ranks)
@@ -100,7 +103,7 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
-    """Return a device's metrics; `rows` is the number of rows in a global batch."""
+    """Return the metrics of a device; `rows` is the number of rows in a global batch."""
     own = {
         "rows": device.batch,
         "share": device.batch / rows if rows else 0.0,
@@ -114,14 +117,15 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that aren't 0, because 0 means that a metric wasn't measured."""
+    """Return the metrics that are above 0, because 0 means that a metric was not measured."""
     return {name: metric for name, metric in metrics.items() if metric}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return pairs of a number and a device for a process's devices.
+    """Return pairs (number, device) for the devices of a process.
 
-    The number of a single device is the process's rank; several devices are numbered from 0.
+    The number of a process's only device is the process's rank.
+    Several devices are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

@@ -1,7 +1,8 @@
 """Reports a training run's samples/s to the monitor.
 
-It counts each step, and writes a small file at most twice a second. Reporting must not disturb
-training: it takes less than 0.05 % of the time, and a full disk or a missing folder is ignored.
+The reporter counts each step, and writes a small file at most twice a second.
+Reporting must not disturb training: it takes less than 0.05 % of the time, and a full
+disk or a missing folder is ignored.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's compute time (own work) and waiting time per step.
+    """A device's compute time (own work) and waiting time per step, in seconds.
 
-    LiveDevice describes the fields.
+    The fields are those of `LiveDevice`.
     """
 
     own_work_s: float = 0.0
@@ -60,15 +61,16 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Return the medians of compute times (own work) and waiting times, in seconds.
+    """Summarize a device's compute times (own work) and waiting times per step, in seconds.
 
-    The result also has the first decile of the waiting times and the spread of the compute times.
+    Return the medians of both, the first decile of the waiting times and
+    the spread of the compute times.
     """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median, at least 0; 0 without values."""
+    """Return the median, but at least 0; 0 if there are no values."""
     return max(0.0, median(values)) if values else 0.0
 
 
@@ -104,7 +106,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Counts(NamedTuple):
-    """The counts at one time."""
+    """The counts of samples and tokens at one point in time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -113,10 +115,7 @@ class _Counts(NamedTuple):
 
 
 class _Cores:
-    """The fraction of time in which this process's threads waited for cores.
-
-    It is measured recently and in total.
-    """
+    """Measures the fraction of time in which this process's threads waited for cores."""
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -125,7 +124,10 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read(self) -> tuple[float, float]:
-        """Return the recent and the total fraction, updated at most every CORE_SECONDS."""
+        """Return the fraction over the last readings and the fraction since the start.
+
+        Both are updated at most every CORE_SECONDS.
+        """
         now = time.monotonic()
         if now >= self._read_at + CORE_SECONDS:
             self._read_at = now
@@ -142,10 +144,15 @@ class _Cores:
 class Reporter:
     """Counts one training run's samples and reports them to the monitor.
 
-    Thread-safe, and safe across forks. `details` returns the details and each device's times, and
-    is called whenever a file is written. `journal` receives what is written, `sums` returns the
-    sums over all steps, and `quick` the seconds of a quick step since its last call. If no step
-    ends in time, a thread writes the current batch and activity, which `now` returns.
+    A reporter is thread-safe, and safe across forks. Its parameters are optional:
+
+    - `details` returns further metrics and the times of each device. It is called whenever a file
+      is written.
+    - `journal` is a journal in which each report is recorded, too.
+    - `now` returns the number of the current batch and the activity with it. If no step ends in
+      time, a thread writes them to the file, so that the monitor shows where the process hangs.
+    - `sums` returns the sums over all steps, for the journal.
+    - `quick` returns the seconds of a quick step since its last call, for the journal.
     """
 
     _serials = iter(range(1 << 29))
@@ -202,11 +209,11 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count one optimizer step on `samples` samples.
+        """Count one optimizer step on `samples` samples, and write a report if it is due.
 
-        The other arguments are those of `evener.report`. A step that isn't `timed`, for example
-        because it compiles, is left out of samples/s. `tokens` are the step's token counts without
-        and with padding.
+        The other arguments are those of `evener.report`. A step that isn't `timed`, for
+        example because it compiles, is left out of samples/s. `tokens` are the step's token
+        counts without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
@@ -222,11 +229,11 @@ class Reporter:
             self._note_step(now)
 
     def count(self, samples: int, tokens: tuple[int, int] = (0, 0)) -> bool:
-        """Count a step like the last one that was reported; it is cheaper than `report`.
+        """Count a step like the last one that was reported; this is cheaper than `report`.
 
-        Return False, and count nothing, if none was reported yet. Only the thread that reports may
-        call it. It doesn't wait for the lock, so a record that another thread makes meanwhile may
-        lack the samples of this step.
+        Return False, and count nothing, if no step was reported yet. Only the thread that reports
+        may call this method. It doesn't wait for the lock, so a record that another thread makes
+        meanwhile may lack the samples of this step.
         """
         if self._last_call is None:
             return False
@@ -244,7 +251,7 @@ class Reporter:
         return True
 
     def _note_step(self, now: float) -> None:
-        """Note that a step ended, and write what is due."""
+        """Record that a step ended at `now` (monotonic seconds); write the file if it is due."""
         self._reported_at = now
         if self._step == FIRST_STEPS:
             self._counted_from = self._count(now)
@@ -277,7 +284,7 @@ class Reporter:
                 self._journal.close()
 
     def _note_end(self) -> None:
-        """Record the last steps, which aren't in a file yet."""
+        """Record the last steps, which aren't in a file yet, for the journal and the launcher."""
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
             return
@@ -292,7 +299,10 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Shift the earlier points, as if a step had taken no time and had no samples."""
+        """Shift the earlier points, as if a step had taken no time and had no samples.
+
+        `seconds` is the step's duration, and `counts` are its samples and tokens.
+        """
 
         def move(then: _Counts) -> _Counts:
             return _Counts(then.at + seconds, *map(operator.add, then[1:], counts))
@@ -305,9 +315,9 @@ class Reporter:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the padding fraction over the window.
+        """Return samples/s, tokens/s and the fraction of padding, over the last WINDOW_SECONDS.
 
-        Return None at the first point, which only starts the clock.
+        Return None at the first call, because rates need two points in time.
         """
         points = self._points
         points.append(self._count(now))
@@ -327,9 +337,9 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return an up-to-date record, which may be newer than the file if the disk is slow.
+        """Return an up-to-date record; it may be newer than the file if the disk is slow.
 
-        Return None before the first step with a rate.
+        Return None before there are samples/s to report.
         """
         with self._lock:
             if self._record is None or self._last_call is None:
@@ -344,7 +354,10 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Record a report in the journal and, once there are rates, write the file."""
+        """Record a report in the journal and, if `rates` are known, write it to the file.
+
+        Also determine when the next file is due, and start the thread that notices hanging steps.
+        """
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
@@ -372,8 +385,8 @@ class Reporter:
     def _note(self, record: LiveRecord) -> None:
         """Record a report in the journal.
 
-        The journal is created first if this process reports for all devices of a launched training
-        run, and no reporter has a journal yet.
+        If there is no journal yet, it is created for a launched training run in which this
+        process reports for all devices.
         """
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [live.id or f"device {live.index}" for live in record.devices]
@@ -407,10 +420,7 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Copy the record to the launcher's folder.
-
-        The launcher reads it after this process has ended.
-        """
+        """Copy the record to the launcher's folder, to be read after this process has exited."""
         with contextlib.suppress(OSError):
             replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
 
@@ -433,9 +443,9 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Write the process's activity whenever no step ends in time, until `ended` is set.
+        """Write the process's current activity whenever no step ends in time, until `ended` is set.
 
-        A stopped process writes nothing.
+        This is the function of a thread. A process that is stopped (SIGSTOP) writes nothing.
         """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -465,7 +475,7 @@ _own: Reporter | None = None
 def newest_reporter() -> Reporter | None:
     """Return the reporter of this process's latest step.
 
-    Return None before the first step with a rate and after the training run.
+    Return None before the first report with samples/s, and after the training run.
     """
     reporting = [each for each in list(_reporters) if each._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
@@ -481,9 +491,10 @@ def report(
 ) -> None:
     """Report an optimizer step on `samples` samples to the monitor; call this after each step.
 
-    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the devices'
-    samples per step; by default they are equal, or those of the plan's shares. Raises RequestError
-    unless `samples` is a non-negative whole number.
+    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the
+    devices' samples per step; by default they are equal, or those of the plan's shares.
+    `workload` and `framework` are names to show. Raises RequestError unless `samples`
+    is a non-negative whole number.
     """
     global _own
     if _own is None:
@@ -492,9 +503,9 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True if this process reports for all devices of a training run that evener launch started.
+    """True if this process reports for all devices of a training run started by evener launch.
 
-    It is the run's only process, or in Keras the first of a group.
+    It is then the run's only process, or in Keras the first process of a group.
     """
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
@@ -506,7 +517,10 @@ def _has_journal() -> bool:
 def _describe(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """Return the devices that compute, each with its part of the samples/s and its times."""
+    """Return the devices that compute, each with its part of the samples/s and its times.
+
+    The parameters are those of `report`; `rate` is the samples/s of all devices.
+    """
     named = [_identify(device) for device in devices]
     sizes = (
         [device.batch for device in named]
@@ -534,7 +548,7 @@ def _describe(
 
 
 def _identify(device: str | int | Share) -> LiveDevice:
-    """Return a device's identity, with its samples per step and per pass."""
+    """Return a device's identity; from a plan's share, also its samples per step and per pass."""
     if isinstance(device, Share):
         index = max(-1, device.index)
         host = clean(device.host)

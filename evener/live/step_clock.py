@@ -1,4 +1,4 @@
-"""Report a training run without a plan: its samples/s, step time and wait for data."""
+"""Report a training run that has no plan: its samples/s, step time and time waiting for data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
-    """Times the steps of one process and reports each step to the monitor.
+    """Measures the steps of one process and reports each step to the monitor.
 
-    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time between
-    an end and the next beginning counts as input: waiting for the loader, and callbacks. On a GPU
-    the host runs ahead, so a step's time is the host's, which equals the GPU's once the GPU is
-    behind.
+    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time
+    between an end and the next beginning counts as input: waiting for the loader, and callbacks.
+    On a GPU, the host runs ahead. A step's time is the host's, which equals the GPU's once the
+    host has to wait for the GPU.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
@@ -37,7 +37,7 @@ class ClockedReports:
         self._begun = time.perf_counter()
 
     def end(self, rows: int, devices: Devices = ()) -> None:
-        """Record that a step on `rows` rows is done, and report it."""
+        """Record that a step on `rows` rows is done, and report it for these `devices`."""
         now = time.perf_counter()
         if self._ended and self._begun > self._ended:
             self._steps.append(now - self._ended)
@@ -48,7 +48,7 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """Exclude the time until the next step, for example for an evaluation."""
+        """Exclude the time until the next step ends, for example because of an evaluation."""
         self._ended = 0.0
 
     def close(self) -> None:
@@ -68,9 +68,10 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name shared by all processes of a training run, derived from their rendezvous.
+    """Return a name that all `world` processes of a training run share.
 
-    The result is empty for a single process.
+    The name is made from the environment variables of their rendezvous. It
+    is empty for a single process.
     """
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

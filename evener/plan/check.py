@@ -1,4 +1,4 @@
-"""Checks that a plan fits the training run that uses it: devices, model, processes and batch."""
+"""Check that a plan fits the training run that uses it: devices, model, processes and batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's product name and id for messages."""
+    """Return a device's product name and id for messages; only the id if it has no other name."""
     return (
         f"{share.name} ({share.device})"
         if share.name and share.name != share.device

@@ -1,1 +1,1 @@
-"""Pure arithmetic for shares: whole rows, passes, step-time curves and the fastest shares."""
+"""Arithmetic for shares: whole rows, passes, step-time curves and the fastest shares."""

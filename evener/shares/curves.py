@@ -1,13 +1,16 @@
-"""Models of step time as a function of the number of rows or of their lengths. Pure.
+"""Models of step time as a function of the number of rows or of their lengths.
 
 As a function of the number of rows, step time is a rising piecewise linear curve, also for a share
-that is computed in several passes. As a function of length, the cost of a pass depends on its
+that is computed in several passes. As a function of length, the duration of a pass depends on its
 number of rows and its longest row.
 
-A share b computed in k passes takes k * t(b / k) + (k - 1) * extra, where t is the step time of one
-pass and `extra` is the time that each further pass adds to a whole step of its rows. `extra` is
-negative if a part of the step, such as the optimizer's, isn't repeated. A share that fits in memory
-is computed in one pass; the passes of a larger share are as large as `rows` allows.
+A share of b rows computed in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here,
+t(rows) is the duration of a whole step in one pass, and `extra` is the difference between what a
+further pass adds and such a step. `extra` is negative if a part of the step, such as the
+optimizer, isn't repeated. A share that fits in memory is computed in one pass. A larger share is
+computed in passes of up to `rows` rows.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A device's work in one step over rows of unequal length, averaged over steps."""
+    """A device's work per step over rows of unequal length, averaged over steps.
+
+    It is multiplied by the coefficients of a `Cost` to predict the duration of the step.
+    """
 
     tokens: Amount  # without padding
     passes: Amount
@@ -33,10 +39,10 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The coefficients of the duration of one pass over rows of unequal length.
+    """Coefficients that predict the duration of one pass over rows of unequal length.
 
-    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
-    L) seconds.
+    A pass of r rows, all padded to L tokens, takes fixed_s + r * L * (per_token_s +
+    per_token_length_s * L) seconds.
     """
 
     fixed_s: float
@@ -48,7 +54,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
-        """Return the seconds that one more row adds to a pass padded to `length` tokens."""
+        """Return the seconds that each row adds to a pass padded to `length` tokens."""
         return length * (self.per_token_s + self.per_token_length_s * length)
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
@@ -58,27 +64,36 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the total duration of a step's passes, in seconds."""
+        """Return the predicted duration of all passes of a step with this work, in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
         )
 
     def is_valid(self) -> bool:
-        """True if all coefficients are finite and not negative, and at least one is above 0."""
+        """True if all coefficients are finite and not negative, and at least one is above 0.
+
+        Coefficients read from a plan may have been edited.
+        """
         figures = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(math.isfinite(each) and each >= 0 for each in figures) and any(figures)
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """The cost of passes on one rank, and size limits for a pass; 0 means no limit."""
+    """A rank's coefficients for the duration of a pass, and its size limits per pass.
+
+    A limit of 0 means that the size is unlimited.
+    """
 
     cost: Cost
     tokens: int = 0  # maximum padded tokens per pass
     rows: int = 0  # maximum rows per pass
 
     def most_rows(self, length: int) -> float:
-        """Return the maximum rows of a pass padded to `length` tokens; infinite without a limit."""
+        """Return the maximum number of rows in a pass padded to `length` tokens.
+
+        The result is infinite if the rank has no limits.
+        """
         by_tokens = self.tokens // length if self.tokens and length else math.inf
         return min(by_tokens, self.rows or math.inf)
 
@@ -88,9 +103,10 @@ ROUNDING = 1e-9  # relative tolerance when a time is compared with its own inver
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Step time as a rising, piecewise linear function of the batch.
+    """Step time as a rising, piecewise linear function of the batch size.
 
-    Beyond the last knot, the curve is straight with `slope`.
+    `batches` and `times` are the coordinates of its knots. Beyond the last knot, the
+    curve is straight with `slope`.
     """
 
     batches: tuple[float, ...]  # increasing; the curve isn't evaluated below the first
@@ -115,13 +131,18 @@ class Curve(msgspec.Struct, frozen=True):
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """Return the largest batch that takes at most `seconds`.
 
-        It is a multiple of `quantum` and at most `ceiling`; 0 if no such batch is fast enough.
+        The batch is a multiple of `quantum` and at most `ceiling`. Returns 0 if
+        no such batch is fast enough.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the number of samples, possibly fractional, that takes exactly `seconds`."""
+        """Return the largest number of samples, possibly fractional, that takes at most `seconds`.
+
+        Returns 0 if `seconds` is less than the time at the first knot, and infinity if the
+        curve never exceeds `seconds`.
+        """
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
@@ -140,28 +161,28 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the finish times at which throughput may peak.
+        """Return the step times at which the throughput of this device may peak, in seconds.
 
-        They are the step times of the knots below `ceiling`, and of `ceiling` itself.
+        They are the times at the knots below `ceiling` samples, and at `ceiling` itself.
         """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
     @property
     def bent(self) -> bool:
-        """True if the curve has a knee or a bend."""
+        """True if the curve isn't a single straight line."""
         return len(self.batches) > 2 or self.flat
 
     @property
     def flat(self) -> bool:
-        """True if the curve starts with a level stretch."""
+        """True if the first segment is level: its whole range of batches takes the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """The curve of a device that computes large shares in several passes.
+    """The step-time curve of a device that computes large shares in several passes.
 
-    It has the methods of `Curve`.
+    It has the same methods as `Curve`, so both are interchangeable.
     """
 
     curve: Curve
@@ -172,19 +193,20 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """True if the curve of one pass is simple (see `Curve`)."""
+        """True if the curve of a single pass is simple (see `Curve.simple`)."""
         return self.curve.simple
 
     @property
     def error(self) -> float:
-        """The relative standard error of a typical point of the one-pass curve."""
+        """The relative standard error of a typical point of the single-pass curve."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """Return the number of passes for a share.
+        """Return the number of passes in which a share of this size is computed.
 
-        It is 1 if the share fits in one pass. Otherwise it is the smallest number of passes of up
-        to `rows` rows, or one pass fewer if the larger passes fit and are faster.
+        It is 1 if the share fits in one pass. Otherwise it is the smallest number of passes
+        of up to `rows` rows. One pass fewer is used if its larger passes fit in memory
+        (`fits`) and are faster in total.
         """
         if share <= self.pass_limit:
             return 1
@@ -203,7 +225,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """Return the largest share that takes at most `seconds`.
 
-        It is a multiple of `quantum` and at most `ceiling`; 0 if no such share is fast enough.
+        The share is a multiple of `quantum` and at most `ceiling`. Returns 0 if
+        no such share is fast enough.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -224,10 +247,11 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the finish times at which throughput may peak, in increasing order.
+        """Return the step times at which the throughput of this device
+        may peak, in increasing order.
 
-        They are the step times of the one-pass curve's knots, of shares whose passes are all full,
-        and of `ceiling`.
+        They are the times at the knots of the single-pass curve, at shares whose passes all have
+        `rows` rows, and at `ceiling` samples.
         """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
@@ -239,5 +263,8 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Return the duration of a step of `share` samples in `passes` equal passes, in seconds."""
+    """Return the duration of a step of `share` samples in `passes` equal passes, in seconds.
+
+    `extra` is added for each pass after the first; see the module's docstring.
+    """
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

@@ -1,12 +1,13 @@
-"""Find where to cut a batch for devices, and which gradients to sum together.
+"""Determine where to cut a batch for devices, and which gradients to sum together.
 
-The module needs no framework. A plan determines how its own global batch is cut; a shorter last
+This module needs no framework. The global batch of a plan is cut exactly as planned. A shorter last
 batch is cut in the same proportions, inside the graph.
 
-TensorFlow queues a step's kernels long before its GPU computes them, and a gradient sum waits for
-all kernels that are queued when it starts. Sums run one after another. The first sum may overlap
-with the backward pass, but all later sums wait for its end, so more than two sums per step would
-hide less of their time.
+Gradients are grouped for sums because of how TensorFlow schedules them. It queues a step's kernels
+long before its GPU computes them, and a gradient sum waits for all kernels that are queued when
+the sum starts. Sums run one after another. The first sum may overlap with the backward pass, but
+all later sums wait until the backward pass has finished. Therefore more than two sums per step
+would hide less of their time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 class Cut:
     """Cuts batches into consecutive slices for devices, in proportion to their weights.
 
-    Weights are whole samples or ratios above 0. With `floors`, batches are cut as by
-    `multi_gpu_model` (each part is rounded down, and the last takes the rest); otherwise the
-    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by the weights.
-    `micros` are the maximum rows per pass of each device; without them, each device computes all of
-    its rows in one pass.
+    `weights` are whole samples or ratios above 0. With `floors`, each slice is rounded down
+    and the last slice takes the rest, as in Keras's former `multi_gpu_model`. Otherwise the
+    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by the
+    weights. `micros` are the maximum rows per pass of each device; if it is empty, each
+    device computes all of its rows in one pass.
     """
 
     def __init__(
@@ -40,20 +41,25 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """True if a device may need more than one pass."""
+        """True if devices have a maximum number of rows per pass, so that
+        they may need several passes.
+        """
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes that a device needs for `rows` rows; 0 for 0 rows.
+        """Return the number of passes that the device at index `device` needs for `rows` rows.
 
-        `rows` is an int or an int64 scalar tensor.
+        `rows` is an int or an int64 scalar tensor. The result has the
+        same type, and is 0 for 0 rows.
         """
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the len(weights) + 1 boundaries of the slices of a batch of `rows` rows.
+        """Return the boundaries of the slices of a batch of `rows` rows, one
+        more than there are devices.
 
-        `rows` is an int or an int64 scalar tensor.
+        Device i gets the rows from bounds[i] to bounds[i + 1]. `rows` is an int or an int64 scalar
+        tensor, and the boundaries have the same type.
         """
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
@@ -65,7 +71,7 @@ class Cut:
         return [rows * 0, *inner, rows]
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the number of samples per device in a batch of `rows`."""
+        """Return the number of samples for each device in a batch of `rows` samples."""
         edges = self.bounds(rows)
         return tuple(stop - start for start, stop in pairwise(edges))
 
@@ -81,12 +87,14 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group gradient tensors that are summed together; return the positions in each group.
+    """Group the gradient tensors that are summed together; return the positions in each group.
 
-    `tensors` are pairs (bytes, type) in the order in which they become ready; groups have the same
-    order. Less than 8 MiB are summed in one group per type. More bytes are split into two groups
-    per type, of which the second, late one has at most LATE_PART of all bytes, or only the last
-    tensor. The last `apart` tensors are then left out of both groups and summed at the end.
+    `tensors` are pairs (bytes, type) in the order in which the gradients become ready, and groups
+    are returned in the same order. Tensors of different types are never in the same group. Less
+    than 8 MiB in total are summed in one group per type. More bytes are split into two groups per
+    type: an early group, which overlaps with the backward pass, and a late group with at most
+    LATE_PART of all bytes, or only the last tensor. The last `apart` tensors are then left out of
+    both groups and form a third group, which is summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

@@ -1,15 +1,18 @@
-"""Water-filling: find the fastest shares from the devices' curves and the synchronization cost.
+"""Find the fastest shares from the devices' curves and the synchronization cost.
 
-A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau,
-device i can compute b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are
-those with the largest b_i(tau). Sorting replaces the enumeration of subsets. It is exact because c
-depends only on the number of devices that take part.
+The method is water-filling: all devices get the same finish time, and each computes as many samples
+as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k,
+where c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau)
+= max{b <= M_i : t_i(b) <= tau} samples, so the best k devices for tau are those with the largest
+b_i(tau). Sorting replaces the enumeration of subsets. It is exact because c depends only on the
+number of devices that take part.
 
-For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
-more, found by bisection (exact for any rising t_i). For a free batch, S_k(tau) = sum b_i(tau) /
-(tau + c_k) is monotone between the finish times of knots and of full memories (a ratio of two
-affine functions of tau), so the optimum is at one of those times. If shares are only a few quanta,
-the nearby times at which a device can compute one more quantum are tried too.
+For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B
+or more. It is found by bisection, which is exact for any rising t_i. For a free batch, the
+throughput S_k(tau) = sum b_i(tau) / (tau + c_k) is a ratio of two affine functions of tau between
+the finish times of knots and of full memories. It is therefore monotone there, and the optimum is
+at one of those times. If shares are only a few quanta, the nearby times at which a device can
+compute one more quantum are tried too.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's curve, measured while the other devices compute too, and its maximum share."""
+    """A device's step-time curve and its maximum share.
+
+    The curve is measured while the other devices compute too. `position` is the device's index in
+    the layout, and `limit` is its maximum number of samples per step.
+    """
 
     position: int
     curve: Curve | PassCurve
@@ -42,7 +49,11 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) pairs of the active devices, and the step time."""
+    """A predicted layout of the devices that take part.
+
+    `shares` are pairs of a device's position and its samples per step. `seconds` is the predicted
+    step time, including the gradient exchange.
+    """
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
@@ -54,7 +65,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_second(self) -> float:
-        """The predicted throughput."""
+        """The predicted throughput; infinite if the predicted step time is 0."""
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
@@ -67,7 +78,8 @@ def split_fixed(
 ) -> Allocation | None:
     """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
 
-    Returns None if the batch doesn't fit.
+    Shares are multiples of `quantum`. Returns None if the devices' limits don't allow `batch`
+    samples, or if there are fewer than `fewest` devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -99,8 +111,9 @@ def _try_fewer(
 ) -> Allocation:
     """Return the fastest of the given shares and of shares on fewer devices, down to `fewest`.
 
-    `least` is the finish time of the given shares without the exchange. Ranges of device counts are
-    halved, and a range that can't be faster is skipped.
+    Fewer devices may be faster because their gradient exchange is cheaper. `least` is the finish
+    time of the given shares without the exchange. The range of device counts is halved recursively,
+    and a range that can't be faster is skipped.
     """
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
@@ -132,7 +145,8 @@ def split_free(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s on at least `fewest` devices.
 
-    The allocation has at most `limit` samples. Returns None if no allocation fits.
+    The allocation has at most `limit` samples, or any number if `limit` is None.
+    Returns None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -160,7 +174,8 @@ def smallest_reaching(
 ) -> Allocation | None:
     """Return the allocation with the smallest global batch that reaches `rate` samples/s.
 
-    Returns None if no allocation reaches it.
+    It has at most `limit` samples, and at least `fewest` devices. Returns None if no
+    such allocation reaches `rate`.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -180,7 +195,10 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return one device's batch with the highest samples/s; None if no batch fits."""
+    """Return the batch of a single device with the highest samples/s.
+
+    The batch is a multiple of `quantum` and at most `limit`. Returns None if no batch fits.
+    """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
@@ -199,7 +217,11 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return one device's smallest batch that reaches `rate` samples/s; None if no batch does."""
+    """Return the smallest batch of a single device that reaches `rate` samples/s.
+
+    The batch is a multiple of `quantum` and at most `limit`. Returns None if
+    no such batch reaches `rate`.
+    """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
@@ -229,7 +251,10 @@ def _allocation(
 
 
 def _largest(sizes: Sequence[int], k: int) -> list[int]:
-    """Return the indices of the k largest sizes above 0; among equal sizes, lower ones first."""
+    """Return the indices of the k largest sizes, without sizes of 0.
+
+    Among equal sizes, the one with the lower index comes first.
+    """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 
@@ -237,9 +262,9 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Return how many samples the best k devices can finish by `seconds`.
+    """Return how many samples the best k devices can finish within `seconds`.
 
-    Returns 0 if fewer than `active` devices can finish any samples.
+    Returns 0 if fewer than `active` devices can finish at least one quantum.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -250,9 +275,10 @@ def _samples_by(
 def _fixed_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the earliest finish time at which k devices compute `batch`, and their shares.
+    """Return the earliest finish time at which k devices compute `batch` samples, and their shares.
 
-    At least `active` devices have samples. Returns None if that is impossible.
+    The search starts at the finish time `least`. At least `active` devices get samples. Shares are
+    keyed by the index in `devices`. Returns None if the devices' limits don't allow the batch.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, active) < batch:
@@ -274,10 +300,11 @@ def _fixed_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares that sum to `batch`.
+    """Return whole shares of up to k devices that sum to `batch`, keyed by the index in `devices`.
 
-    Each device starts with the samples that it finishes by `early`, but at least one quantum. Each
-    further quantum goes to the device that would finish it first.
+    Each device starts with the samples that it finishes by `early`, but with at least one quantum.
+    The remaining quanta go one by one to the device that would finish the next one first. No device
+    gets more than it finishes by `late`.
     """
     most = _largest_shares(devices, late, quantum)
     chosen = _largest(most, min(k, batch // quantum))
@@ -310,10 +337,11 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the times at which a curve bends, a device is full or a device finishes one quantum.
+    """Return the finish times at which the best free batch may be, in increasing order.
 
-    If there are more than 400 times (fewer with more than 32 devices), an evenly spaced selection
-    is returned.
+    They are the times at which a curve bends, a device reaches its limit or a device finishes its
+    first quantum. If there are more than 400 times (fewer with more than 32 devices), an evenly
+    spaced selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -332,10 +360,11 @@ def _best_count(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s that finishes by `seconds`.
+    """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
-    It uses the best number of devices, which is at least `fewest`. Returns None if no number is
-    allowed.
+    Each device computes as many samples as it can. The number of devices, at least `fewest`, is the
+    one with the highest throughput. Returns None if fewer devices can compute a quantum, or if
+    `fewest` devices exceed `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
@@ -363,10 +392,11 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return the best of `best` and of allocations at nearby finish times.
+    """Return the fastest of `best` and of allocations at nearby finish times.
 
-    Nearby finish times are those at which a device can compute one more quantum. They matter if
-    shares are only a few quanta.
+    Nearby finish times are those at which a device of `best` can compute one more
+    quantum. They matter if shares are only a few quanta, because the optimum may
+    then lie between two breakpoints.
     """
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -386,9 +416,11 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """An interval of finish times in which a number of devices first reaches a rate.
+    """An interval of finish times in which the throughput of `devices`
+    devices first reaches a rate.
 
-    `samples` is the number of samples that these devices compute by the end of the interval.
+    The interval is from `early` to `late`, in seconds without the gradient exchange. `samples` is
+    the number of samples that these devices can compute by `late`.
     """
 
     samples: int
@@ -400,7 +432,10 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return a crossing for each number of devices, from `fewest`, that can reach `rate`."""
+    """Return the interval in which each number of devices first reaches `rate` samples/s.
+
+    Numbers of devices below `fewest` and those that never reach `rate` are left out.
+    """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
@@ -415,9 +450,10 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` at the earliest finish time.
+    """Return the allocation that reaches `rate` samples/s at the earliest finish time.
 
-    The finish time is found by bisection of the crossing.
+    The finish time is found by bisection of the interval of `crossing`. Returns
+    None if no device has samples.
     """
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):

@@ -1,6 +1,6 @@
 """Convert ratios to whole samples: the slice of a batch for each device and its gradient weight.
 
-The arithmetic is pure integer arithmetic, used by the search and by all adapters, so that training
+The search and all adapters use this integer arithmetic, so that training
 uses exactly the measured shares.
 """
 
@@ -15,7 +15,9 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless `ratios` are finite, non-negative and not all 0."""
+    """Raise RequestError unless all `ratios` are finite and
+    non-negative, and at least one is above 0.
+    """
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -31,8 +33,8 @@ def check_ratios(ratios: Sequence[float]) -> None:
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
     """Raise RequestError unless every rank has at least one row and `rank` is a valid rank.
 
-    With `without_rows`, ranks may have no rows, because they may only hold a part of the model's
-    state.
+    With `without_rows`, only one rank needs rows, because the others may hold
+    only a part of the model's state.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -46,7 +48,7 @@ def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = Fal
 
 
 def is_ratio(ratio: object) -> bool:
-    """True if `ratio` is a finite, non-negative number."""
+    """True if `ratio` is a finite, non-negative number; bools aren't numbers."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -109,8 +111,9 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
     """Add or remove single samples until `sizes` sum to `batch`.
 
-    Each change is made to the device whose size differs most from its quota, which is in 1 / unit
-    samples.
+    `quotas` are the exact sizes in 1 / unit samples, keyed by the device's index. Each sample
+    is added to or removed from the device whose size differs most from its quota, but no
+    device is left without samples.
     """
     while sum(sizes) != batch:
         if sum(sizes) < batch:
@@ -123,7 +126,11 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Divide `batch` as evenly as possible; the first devices take the remainder."""
+    """Divide `batch` samples over `devices` devices as evenly as possible.
+
+    The first devices get one sample more if there is a remainder. Raises
+    RequestError if `devices` is less than 1.
+    """
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
     each, rest = divmod(_check_batch(batch), devices)
@@ -131,7 +138,7 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the half-open range of rows of each device, as in `batch[start:stop]`."""
+    """Return each device's (start, stop) range: its rows are `batch[start:stop]`."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -174,16 +181,20 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest batch in these proportions that every device computes in one pass."""
+    """Return the largest global batch in these proportions that every device computes in one pass.
+
+    `shares` are the devices' proportions, and `micros` their maximum rows per pass.
+    """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
     )
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the rows of the largest pass among the shares that need several passes.
+    """Return the number of rows of the largest pass among the shares that need several passes.
 
-    Returns None if every share needs only one pass.
+    `micros` are the maximum rows per pass of each rank. Returns None if
+    every share needs only one pass.
     """
     several = [
         split_passes(share, micro)
@@ -194,9 +205,11 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return shares of a validation batch that each rank can compute in one pass.
+    """Return the rows of a validation batch for each rank, so that each computes them in one pass.
 
-    Validation batches aren't divided into passes.
+    `micros` are the ranks' maximum rows per pass. The training shares are returned
+    unchanged if they all fit; otherwise they are scaled down, because validation
+    batches aren't divided into passes.
     """
     if tuple(shares) == tuple(micros):
         return tuple(shares)

@@ -1,8 +1,9 @@
 """Find the cores and memory that this process may use, and divide the cores into slices.
 
-A container's control groups, version 1 or 2, may allow less than the machine has. Slices are equal
-sets of cores, so that a training run gets the same cores as its measurement; hardware threads of a
-core stay together if there are enough cores.
+A container's control groups, version 1 or 2, may allow less than the machine has. A slice
+is one of several equal sets of cores. Slices are computed the same way every time, so that
+a training run gets the same cores as its measurement. Hardware threads of a core stay
+together if there are enough cores.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the free bytes under the tightest memory limit; None without a limit.
+    """Return the number of bytes that this process's container may still allocate.
 
-    Cached files count as free.
+    If several control groups have a limit, the smallest remainder counts. Cached files count as
+    free. `root` and `membership` are the kernel's files. Returns None if there is no limit.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -44,9 +46,9 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the free memory of this machine and this process's container, in bytes.
+    """Return the memory in bytes that this process can still allocate; 0 if it is unknown.
 
-    Return 0 if it is unknown.
+    It is limited by both the machine and the process's container.
     """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -58,9 +60,9 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs under the tightest quota; None without a quota.
+    """Return the number of CPUs that the container's quota allows, which may be fractional.
 
-    The number may be fractional.
+    If several control groups have a quota, the smallest one counts. Returns None without a quota.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -88,7 +90,8 @@ def _least(
 ) -> float | None:
     """Return the smallest value that `read` returns for this process's control groups.
 
-    Groups without a limit are skipped. Return None if no group has a limit.
+    `read` takes a group's folder and the cgroup version, and raises OSError or ValueError if the
+    group has no limit; such groups are skipped. Returns None if no group has a limit.
     """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
@@ -98,9 +101,10 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's control groups and their parents.
+    """Yield the folder and the cgroup version of each control group that this process belongs to.
 
-    Each folder comes with its cgroup version.
+    Parents of these groups are included because their limits apply too. `controller` is the name of
+    a version 1 controller, such as "cpu".
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -127,7 +131,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """Return the logical CPUs that this process may use, at most its container's quota."""
+    """Return the logical CPUs that this process may use.
+
+    If the container's CPU quota is lower than their number, only that
+    many are returned, core by core.
+    """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
     if quota is None or quota >= len(cpus):
@@ -137,7 +145,10 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """Return the CPUs grouped by physical core, or one CPU per group if the topology is unknown."""
+    """Return the CPUs grouped by physical core.
+
+    Each CPU is a group of its own if the kernel doesn't report the topology.
+    """
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
     for cpu in wanted:
@@ -162,10 +173,11 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cut(groups: Groups, count: int) -> Groups:
-    """Return `count` core sets of equal size.
+    """Return `count` sets of CPUs of equal size, for slices.
 
-    Hardware threads of a core stay together if there are enough cores. Remaining cores at the end
-    are left out. Raises RequestError if there are fewer CPUs than slices.
+    `groups` are the CPUs of each physical core. Hardware threads of a core stay together if
+    there are enough cores. CPUs that remain at the end are left out. Raises RequestError if
+    there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
@@ -187,9 +199,9 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the allowed CPUs of the slice with this id, such as "cpu-0-of-2".
+    """Return the CPUs of the slice with this device id, such as "cpu-0-of-2", among `allowed`.
 
-    The result is empty for other devices or if there are too few CPUs.
+    The result is empty if `device` isn't a slice or if there are too few CPUs.
     """
     named = _SLICE.fullmatch(device)
     if named is None:
@@ -203,7 +215,7 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
 
 
 def pin_threads(cores: Iterable[int]) -> None:
-    """Pin all threads of this process to these CPUs."""
+    """Restrict all existing threads of this process, and those that they start, to these CPUs."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)

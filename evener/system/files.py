@@ -1,7 +1,7 @@
 """This user's files and folders: the state folder, size-limited reads and atomic writes.
 
-Nothing is stored in a folder that other users may write to. After a full disk, a kill or a missing
-permission, the previous file is intact.
+Nothing is stored in a folder that other users may write to. If a write fails or is interrupted, for
+example by a full disk or a kill, the previous file stays intact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import RequestError, as_request_error
 def state_folder() -> Path:
     """Return this user's state folder; create it with access for this user only.
 
-    XDG_STATE_HOME is honoured.
+    It is in $XDG_STATE_HOME if that is set. Raises RequestError if the folder can't be trusted.
     """
     import platformdirs
 
@@ -27,7 +27,7 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder that contains one folder per run."""
+    """Return the folder that contains one folder per run; create it if it doesn't exist."""
     return trusted_folder(state_folder() / "runs")
 
 
@@ -44,9 +44,10 @@ def new_run_id() -> str:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Return the folder, and create it for this user only if it doesn't exist.
+    """Return the folder after checking that only this user may write to it.
 
-    Raises RequestError if another user owns it or may write to it; links are followed.
+    If it doesn't exist, it is created with access for this user only. Links are followed. Raises
+    RequestError if the folder belongs to another user, or if others may write to it.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -67,16 +68,20 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder and its missing parents, accessible to this user only."""
+    """Create the folder and its missing parents, accessible to this user only.
+
+    An existing folder isn't changed.
+    """
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def new_error_file() -> Path:
-    """Delete the error file of the last measurement without a run, and return its path.
+    """Return the path of the error file for a measurement that starts now and has no run folder.
 
-    Child processes of the next such measurement write their errors to it.
+    The file that an earlier measurement left there is deleted. The measurement's child processes
+    write their errors to the new file.
     """
     path = error_file()
     path.unlink(missing_ok=True)
@@ -84,9 +89,9 @@ def new_error_file() -> Path:
 
 
 def error_file() -> Path:
-    """Return the path of the error file of the last measurement without a run.
+    """Return the path of the file with the errors of the last measurement that had no run folder.
 
-    Child processes of that measurement wrote their errors to it.
+    The file exists only if a child process of that measurement wrote an error.
     """
     return state_folder() / "errors.txt"
 
@@ -98,9 +103,11 @@ PIPE_SECONDS = 5.0  # timeout for the first byte from a pipe
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """Return the content of a file; `what` is the expected kind of file, for messages.
+    """Return the content of a file or a pipe.
 
-    Raises `error` if the file can't be read or is too large.
+    `what` is the expected kind of file and `remedy` a suggestion; both are used in error
+    messages. Raises `error` if the file can't be read, is larger than 4 MiB, or is a pipe to
+    which nothing is written for 5 s.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
@@ -118,7 +125,7 @@ def read_whole(
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the content of `path` with `content` atomically.
 
-    A new file's mode follows the umask; an existing file keeps its mode. Links are followed; a
+    A new file's mode follows the umask; an existing file keeps its mode. Links are followed. A
     pipe, or a device such as /dev/stdout, is written to directly. Raises RequestError on failure.
     """
     with as_request_error(

@@ -13,8 +13,9 @@ _kept: deque[int] = deque()
 def make_memory_file() -> str:
     """Return the path of a new, empty in-memory file, which only processes of this user can open.
 
-    The path is under /proc, so the file needs neither a disk nor a folder, no other process can
-    take its name first, and it disappears with this process, however the process ends.
+    The path is under /proc. Therefore the file needs neither a disk nor a folder, no other process
+    can create it first, and it disappears with this process, however the process ends. After
+    MOST_FILES further calls, the file is closed.
     """
     _kept.append(os.memfd_create("evener"))
     while len(_kept) > MOST_FILES:

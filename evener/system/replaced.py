@@ -9,9 +9,10 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which an attribute of `owner` has this value.
+    """Return a context in which the attribute `name` of `owner` has this value.
 
-    On exit, an attribute that was defined only on the object's class is deleted from the object.
+    On exit, the earlier value is restored. If the attribute was defined only on the class of
+    `owner`, it is deleted from `owner` again.
     """
     own = vars(owner)
     had, before = name in own, own.get(name)

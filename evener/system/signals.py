@@ -15,16 +15,16 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the thread that started it ends.
+    """Make the kernel send SIGTERM to this process when the thread that started it exits.
 
-    A child calls this before it executes its program.
+    A child process calls this before it executes its program, so that it never outlives its parent.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Return a context that restores the handlers of these signals on exit."""
+    """Return a context that restores the handlers of Ctrl-C, SIGTERM and SIGHUP on exit."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -35,9 +35,10 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called with the number of each received signal.
+    """Return a context in which `handle` is called for Ctrl-C, SIGTERM and SIGHUP.
 
-    An ignored SIGHUP, as under `nohup`, stays ignored.
+    Its argument is the number of the signal. A SIGHUP that is already ignored, for example under
+    `nohup`, stays ignored. The earlier handlers are restored on exit.
     """
     with restored_signals():
         for number in ENDING:
@@ -48,7 +49,11 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Return a context that provides a list of the signals received since its start."""
+    """Return a context that catches Ctrl-C, SIGTERM and SIGHUP instead of
+    letting them end the process.
+
+    The context's value is a list to which the number of each received signal is appended.
+    """
     caught: list[int] = []
     with handled_signals(caught.append):
         yield caught

@@ -1,9 +1,9 @@
-"""Measure how long this process's threads waited for cores, and find the programs that used them.
+"""Measure how long this process's threads waited for cores, and name the programs that used them.
 
-Linux counts for each thread how long it ran and how long it was ready to run without a core
-(/proc/PID/task/TID/schedstat, readable by the process's own user), and for each core how long a
-hypervisor gave it to other machines. On other systems, and in containers that hide these counters,
-all times are 0.
+Linux counts how long each thread ran, and how long it was ready to run without a core
+(/proc/PID/task/TID/schedstat, readable by the process's own user). It also counts for each core how
+long a hypervisor gave it to other machines (steal time). On other systems, and in containers that
+hide these counters, all times are 0.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Cumulative times in seconds from an arbitrary start.
+    """Cumulative times of a process's threads and of its cores, in seconds.
 
-    Only differences between two readings are meaningful.
+    They count from an arbitrary start, so only differences between two readings are meaningful.
     """
 
     at_s: float = 0.0
@@ -43,7 +43,11 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """How long a process was delayed by a lack of cores."""
+    """How long a process was delayed by a lack of cores between two readings.
+
+    `wall_s` is the elapsed time, `starved_s` the delay, and `throttled_s` the time in which the
+    container's CPU quota was used up.
+    """
 
     wall_s: float = 0.0
     starved_s: float = 0.0  # at most wall_s
@@ -56,7 +60,11 @@ class Starvation(NamedTuple):
 
 
 class CoreWatch:
-    """Measures how long the threads of one process wait for cores between two readings."""
+    """Measures how long the threads of one process wait for cores between two readings.
+
+    `pid` is the process, by default this one. `cores` is the number of cores that it may use, by
+    default all that its affinity allows.
+    """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
         self._tasks = PROC / str(pid or os.getpid()) / "task"
@@ -72,12 +80,12 @@ class CoreWatch:
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process was starved since the last reading.
+        """Return how long the process was delayed by a lack of cores since the last reading.
 
-        Threads also wait for each other, and for an idle core to wake. Therefore the CPU time that
-        they missed is limited to what other programs used on these cores, and the time that the
-        threads wanted to all cores for the whole time. While a core is idle, no thread counts as
-        starved.
+        Threads also wait for each other, and for an idle core to wake up. Therefore the CPU time
+        that they missed is limited in three ways. It is at most the CPU time that other programs,
+        the hypervisor and the quota took from these cores. The CPU time that the threads wanted is
+        at most that of all cores. While a core is idle, no thread counts as delayed.
         """
         before = self._last
         last = self._sum_up()
@@ -95,7 +103,7 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _sum_up(self) -> CoreTimes:
-        """Return the times of all threads.
+        """Return the cumulative times of all threads and of the process's cores.
 
         A thread that was created since the last reading counts from its start.
         """
@@ -128,10 +136,10 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the CPU time in seconds that others had on a process's cores between two readings.
+    """Return the CPU time that others used on a process's cores between two readings, in seconds.
 
-    It includes stolen and throttled time. It is infinite if the kernel doesn't report how busy
-    cores were.
+    Others are other programs, the hypervisor (steal time) and the container's quota (throttling).
+    The result is infinite if the kernel doesn't report how busy the cores were.
     """
     if not last.busy_s:
         return math.inf
@@ -141,9 +149,10 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
-    """Return the idle time in seconds of a process's cores, together, between two readings.
+    """Return the total idle time of a process's cores between two readings, in seconds.
 
-    It is 0 if the kernel doesn't report it, and while a quota leaves cores idle.
+    It is 0 if the kernel doesn't report how busy the cores were. It is also 0 if the process was
+    throttled, because the quota then leaves cores idle that the process may not use.
     """
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
@@ -152,9 +161,9 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return how long these cores were busy and how long the hypervisor took them, in seconds.
+    """Return the busy time and the steal time (taken by the hypervisor) of these cores, in seconds.
 
-    Both are 0 if the kernel doesn't report them.
+    Both are sums over the cores since boot, and 0 if the kernel doesn't report them.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -170,7 +179,10 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Return the nanoseconds that each thread has run and has waited for a core."""
+    """Return each thread's running time and its time of waiting for a core, in nanoseconds.
+
+    Keys are thread ids. The result is empty if the process has exited.
+    """
     found = {}
     try:
         names = os.listdir(tasks)
@@ -184,9 +196,10 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long this process's control groups were throttled by their CPU quota, in seconds.
+    """Return how long this process was throttled by a CPU quota so far, in seconds.
 
-    Return 0 if it is unknown.
+    If several of its control groups were throttled, the longest time is
+    returned; 0 if it is unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -199,7 +212,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """The CPU time of every visible process at one time, in seconds."""
+    """The cumulative CPU time of every visible process at one point in time, in seconds."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -208,7 +221,10 @@ class ProcessUse(NamedTuple):
 
 
 def read_process_use() -> ProcessUse:
-    """Return the CPU time that every process has used; this takes about 20 us per process."""
+    """Return the CPU time that every visible process has used so far.
+
+    This takes about 20 us per process.
+    """
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
     for name in os.listdir(PROC):
@@ -230,12 +246,14 @@ def name_competitors(
     most: int = MOST_NAMED,
     own: int = -1,
 ) -> str:
-    """Return the programs that used the most CPU time between two readings.
+    """Return the programs that used the most CPU time between two readings, for a message.
 
-    For example, "python load.py (1.9 cores)". `own_root`, its descendants and its parent are left
-    out. Descendants of `own`, such as a loader's workers, are listed under a name of their own. The
-    result is empty if no such program is visible, for example in a container that hides other
-    processes.
+    An example is "python load.py (1.9 cores)". The training process `own_root`, its descendants
+    and its parent are left out. Descendants of `own`, such as a data loader's workers, are
+    listed as the training's own worker processes. At most `most` programs are listed. The
+    container's CPU limit follows if it throttled this process (for `throttled_s` seconds), and
+    the hypervisor if it took cores. The result is empty if nothing is found, for example in a
+    container that hides other processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -269,7 +287,10 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def name_process(pid: int) -> str:
-    """Return the names of a process's program and its script or module, without folders."""
+    """Return the base names of a process's program and of its script or module.
+
+    Returns "process PID" if its command line can't be read.
+    """
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
@@ -282,9 +303,10 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the first argument that is neither an option nor an option's value.
+    """Return the script or module among a Python interpreter's arguments.
 
-    The result is empty if the code itself is on the command line.
+    It is the first argument that is neither an option nor an option's value. The result is empty if
+    there is none, or if the code itself is on the command line (-c).
     """
     words = iter(arguments)
     for word in words:

@@ -9,9 +9,10 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes written by the thread that creates it.
+    """Counts the bytes that are written by the thread that creates this object.
 
-    Reading the counter takes about a microsecond. It stays 0 if the kernel doesn't support it.
+    Reading the counter takes about a microsecond. The count stays 0 if the kernel
+    doesn't support I/O accounting.
     """
 
     def __init__(self) -> None:

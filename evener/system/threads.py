@@ -1,4 +1,4 @@
-"""Find a library's threads in this process by name, and wait for them to sleep."""
+"""Find a library's threads in this process by name, and wait until they sleep."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Wait until all threads with this name sleep; return True if they do within `seconds`.
+    """Wait until all threads of this process named `name` sleep; return False after `seconds`.
 
-    Return True at once if there are no such threads. Only Linux reports the state of threads;
-    elsewhere this waits for 50 ms. Other Python threads may run meanwhile.
+    Return True at once if there are no such threads. Only Linux reports the state of threads; on
+    other systems, this waits for 50 ms and returns True. Other Python threads may run meanwhile.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -37,9 +37,9 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and the number of context switches of each thread with this name.
+    """Return the state and the number of voluntary context switches of each thread named `name`.
 
-    Only voluntary context switches are counted.
+    Keys are thread ids.
     """
     found = {}
     for task in _TASKS.iterdir():

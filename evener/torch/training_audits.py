@@ -119,7 +119,7 @@ class RankVerdict(msgspec.Struct):
 class TrainingAudits:
     """The audits of a training run on one rank.
 
-    Every rank has to call each method equally often.
+    Every rank has to call each method equally often, because the ranks compare their results.
     """
 
     def __init__(self, training: Any) -> None:
@@ -171,7 +171,10 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, unless a difference may still be rounding."""
+        """True once ranks have compared the results of an audit, and no difference is in doubt.
+
+        A difference is in doubt while it may be rounding.
+        """
         return self._compared and not self._doubted
 
     @property
@@ -206,7 +209,7 @@ class TrainingAudits:
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Make the next audit due if this loss comes from new operations or changed settings.
 
-        Called when the program calls backward on a loss. `made_of` identifies the loss's
+        It is called when the program calls backward on a loss. `made_of` identifies the loss's
         operations, and `caller` is the frame that calls backward.
         """
         if self._batch is None or self.judge.over:
@@ -287,7 +290,7 @@ class TrainingAudits:
             self._decide(Replayed(self._run(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect the batch's loss from a function passed to `after_step` instead of from a loop."""
+        """Expect that a function passed to `after_step` computes the batch's loss, not a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
@@ -418,7 +421,10 @@ class TrainingAudits:
         self._decide(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the loss of a batch's first part; results are sent after the last part."""
+        """Audit the loss of a batch's first part.
+
+        The result is sent to the other ranks after the last part, by `end_parts`.
+        """
         if recorder.losses > 1 or recorder.rows < 2:
             return
         record = self._trace(recorder, loss)
@@ -428,7 +434,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or only with rows cut from the batch."""
+        """Warn if a loss couldn't be audited, or only with rows that were cut from the batch."""
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -446,9 +452,9 @@ class TrainingAudits:
             self._decide(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of a loss.
+        """Return the record of the calls that computed a loss, with which it can be computed again.
 
-        If the loss can't be computed again, return the reason, as a part of a message.
+        If that isn't possible, return the reason, as a part of a message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange figures before its backward pass"
@@ -463,7 +469,10 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss, which was multiplied by `factor` on this rank."""
+        """Audit a recorded loss, which the program has multiplied by `factor` on this rank.
+
+        `counted` returns the count by which a part's mean loss is weighted (None: its rows).
+        """
 
         weights = self._training.weights
 
@@ -510,7 +519,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of the set of trained weights."""
+        """Return a digest of the set of weights that are trained, which changes if it does."""
         models = self._training.weights.models
         for each in models:
             if each not in self._members:
@@ -526,8 +535,8 @@ class TrainingAudits:
     def _is_apart(self) -> bool:
         """True if nothing can be audited.
 
-        This is the case with one device and a single pass, with a model whose ranks synchronize in
-        each pass, and without a model.
+        This is so with one device and a single pass, if the model's ranks synchronize in each
+        pass, and if there is no model.
         """
         weights = self._training.weights
         return self._is_single_device or weights.equal_passes or not weights.models
@@ -558,7 +567,7 @@ class TrainingAudits:
         return self._move(few)
 
     def _move(self, few: FewRows | None) -> FewRows | None:
-        """Return the rows on this rank's device."""
+        """Return the rows on this rank's device; None if there are none."""
         if few is None:
             return None
         device = self._training.device
@@ -618,15 +627,15 @@ class TrainingAudits:
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return a few rows of a data set on this rank's device, or None if there are too few.
+        """Return a few rows of a data set on this rank's device; None if there are too few.
 
-        `numbers` are the indices of the rows to choose from.
+        `numbers` are the indices of the rows to choose from, and `collate` makes a batch of rows.
         """
         return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Enter a context in which exchanges ignore backward passes, as for an audit."""
+        """Return a context in which gradient exchanges ignore backward passes, for an audit."""
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -807,10 +816,11 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks have different reference gradients of the same rows, else None.
+        """Return a verdict if ranks have different reference gradients of
+        the same rows; None otherwise.
 
-        If a difference may come from rounding, return None and let the next audits measure
-        rounding.
+        If a difference may come from rounding, return None and let the
+        next audits measure rounding.
         """
         if len({each.rows for each in every}) > 1:
             return None
@@ -860,8 +870,8 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
     """Return the verdicts that ranks have written under these keys of the store.
 
-    Return an empty list until all ranks have written theirs, and if the rank that hosts the store
-    has exited.
+    The result is empty until all ranks have written theirs, and if the rank
+    that hosts the store has exited.
     """
     store = default_store()
     try:
@@ -985,7 +995,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's line that raised an error, in parentheses, or "" if it is unknown."""
+    """Return the program's line that raised an error, in parentheses; "" if it is unknown."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)

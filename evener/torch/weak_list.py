@@ -13,10 +13,10 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """Objects in the order of addition, each once, until they are garbage-collected.
+    """Objects in the order in which they were added, without duplicates, until garbage-collected.
 
-    It is for a few objects, because `add` compares with all of them. Iterating over a WeakSet or
-    WeakKeyDictionary takes several times as long.
+    It is for a few objects, because `add` compares the new object with all others. Iterating over a
+    WeakSet or WeakKeyDictionary takes several times as long.
     """
 
     def __init__(self) -> None:

@@ -1,33 +1,33 @@
 """Judge audits: whether the path that trains computes the correct gradient.
 
-An audit takes a few rows of the current batch and computes their gradient twice: as one device
-would (the reference), and by the path that trains, in parts of unequal size that are collated
-separately and weighted as in training. Shares don't change what is learned if both gradients are
-equal except for rounding. This module decides when to audit, which difference is more than
-rounding, what follows from it and which message is shown. It doesn't depend on any framework.
+An audit computes the gradient of a few rows of the current batch twice. The reference is
+computed as one device would do it. The trained gradient is computed by the path that trains: in
+parts of unequal size that are collated separately and weighted as in training. If both gradients
+are equal except for rounding, shares don't change what is learned. This module decides when to
+audit, which difference is more than rounding, what follows from it and which message is shown.
+It doesn't depend on any framework.
 
 The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
-1. It creates one `Audits` for each training. In each step, once the step's gradients are computed
-   and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is any
-   hashable object that changes with the program: which weights are trained, which function computes
-   the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
+1. It creates one `Audits` for each training. In each step, once the step's gradients are
+computed and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is
+any hashable object that changes with the program: which weights are trained, which function
+computes the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
 2. If that returns True, it computes the gradient of some rows both ways and makes a `Sketch` of
-   each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
-   random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
-   size is kept. Random numbers, buffers and metrics are restored.
-3. `compare(reference, trained)` returns the largest `GradientDifference` that isn't certainly
-   rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
-   other ways that are equal except for rounding (each product disturbed by the precision of its
-   type, rows in another order, more padding), and `compare(reference, trained, repeats)` decides.
-4. For a difference it looks for the likeliest cause by changing one thing at a time, and names the
-   cause by a key of `CAUSES`; `find_cause` has the order of the questions.
-5. `audits.decide(difference)` returns what follows. The result is the same on every rank if all
-   ranks pass the largest difference of any rank. `describe` writes the message.
-6. `compare_ranks` compares the references of ranks that have computed the same rows. If they
-   differ, each rank measures its rounding by repeats in the next step, and the comparison is
-   repeated. `find_unequal` compares, between ranks, summaries of each rank's buffers and of the
-   numbers that enter its loss.
+each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
+random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
+size is kept. Random numbers, buffers and metrics are restored. 3. `compare(reference, trained)`
+returns the largest `GradientDifference` that isn't certainly rounding; usually there is none. If
+there is one, the reference is computed again in `REPEATS` other ways that are equal except for
+rounding (each product disturbed by the precision of its type, rows in another order, more
+padding), and `compare(reference, trained, repeats)` decides. 4. For a difference it looks for
+the likeliest cause by changing one thing at a time, and names the cause by a key of `CAUSES`;
+`find_cause` has the order of the questions. 5. `audits.decide(difference)` returns what follows.
+The result is the same on every rank if all ranks pass the largest difference of any rank.
+`describe` writes the message. 6. `compare_ranks` compares the references of ranks that have
+computed the same rows. If they differ, each rank measures its rounding by repeats in the next
+step, and the comparison is repeated. `find_unequal` compares, between ranks, summaries of each
+rank's buffers and of the numbers that enter its loss.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 class Sketch(msgspec.Struct):
     """Random sums of each tensor's gradient over some rows, by tensor name, and the loss.
 
-    The standard deviation of a sum of gradient * random sign is the gradient's norm, so the
-    differences between the sums of two sketches estimate the distance of the two gradients. `kinds`
-    are the tensors' types, such as "float32". A tensor without a gradient isn't included.
+    Each sum adds up the gradient's elements with random signs. Its standard deviation is the
+    norm of the gradient, so the differences between the sums of two sketches estimate the
+    distance of the two gradients. `kinds` are the tensors' types, such as "float32". A tensor
+    without a gradient isn't included.
     """
 
     sums: dict[str, tuple[float, ...]] = {}
@@ -94,11 +95,11 @@ class Sketch(msgspec.Struct):
 class GradientDifference(msgspec.Struct, frozen=True):
     """The largest difference between two gradients.
 
-    `name` is the tensor whose gradients differ most, or "" if only the losses can show a
-    difference.
-
-    `relative` is the difference relative to the gradient's size, and `allowed` is its maximum due
-    to rounding. `reference` and `trained` are the norms of both gradients.
+    - `name` is the tensor whose gradients differ most. It is LOSS if no gradients can be computed,
+      and "" if only the losses or other results can show a difference.
+    - `relative` is the difference relative to the gradient's size.
+    - `allowed` is the maximum relative difference that rounding may cause.
+    - `reference` and `trained` are the norms of both gradients, and `losses` both losses.
     """
 
     name: str
@@ -131,7 +132,8 @@ def _compare(
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
     """True if the losses of two sketches differ by no more than rounding.
 
-    The allowed rounding is computed as in `compare`, but with a lower floor.
+    `repeats` are further computations of the reference. The allowed rounding is computed as in
+    `compare`, but with a lower floor.
     """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
@@ -142,10 +144,10 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the largest difference in proportion to its allowed rounding.
+    """Return the difference of the tensor that most exceeds its allowed rounding, or comes closest.
 
     `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if
-    neither sketch has a gradient.
+    all gradients are 0 or missing.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -163,7 +165,11 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of one tensor's gradients, or None if both gradients are 0."""
+    """Return the difference of one tensor's gradients; None if both gradients are 0.
+
+    `largest` is the norm of the largest gradient of the reference, and `noises`
+    is the result of `find_noises`.
+    """
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -181,10 +187,11 @@ def floor(kind: str) -> float:
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative difference that rounding alone causes between repeats, by tensor.
+    """Return the relative difference that rounding alone causes between repeats, by tensor name.
 
-    A tensor's difference is estimated from a few random sums, which may be small by chance, so a
-    difference below the median over all tensors is raised to the median.
+    A tensor's difference is estimated from a few random sums, which may be small by chance.
+    Therefore a difference below the median over all tensors is raised to the median. The
+    result is empty without repeats.
     """
     if not repeats:
         return {}
@@ -199,11 +206,12 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """Return the size by which a tensor's difference is divided.
+    """Return the norm by which a tensor's difference is divided, to make it relative.
 
-    A gradient that is 0 except for rounding, such as the gradient of a bias before a softmax, has
-    no meaningful size: its rounding is a fraction of the summed terms, which are as large as other
-    tensors' gradients. Therefore the size is at least SMALL times the size of the largest gradient.
+    A gradient that is 0 except for rounding, such as the gradient of a bias before a softmax,
+    has no meaningful norm: its rounding is a fraction of the summed terms, which are as large
+    as other tensors' gradients. Therefore the result is at least SMALL times `largest`, the
+    norm of the largest gradient.
     """
     return max(one.size(name), other.size(name), SMALL * largest)
 
@@ -229,10 +237,11 @@ def compare_ranks(
 ) -> GradientDifference | None:
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
-    The weights are the same on all ranks, so a difference comes from something else that the loss
-    uses. Ranks may be devices of several kinds, which round differently. Without `noises`, a
-    difference is therefore only a reason to measure the rounding of each rank (`find_noises`). With
-    `noises`, a difference counts if it is more than rounding causes on any rank.
+    `every` has the sketch of each rank. The weights are the same on all ranks, so a difference
+    comes from something else that the loss uses. Ranks may be devices of several kinds, which round
+    differently. Without `noises`, a difference is therefore only a reason to measure the rounding
+    of each rank (`find_noises`). With `noises`, the results of these measurements, a difference
+    counts if it is more than rounding causes on any rank. Return None if no difference counts.
     """
     rounding: dict[str, float] = {}
     for own in noises:
@@ -247,7 +256,7 @@ def compare_ranks(
 
 
 class Action(Enum):
-    """What to do after an audit."""
+    """What a training run does after an audit."""
 
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet
@@ -257,10 +266,11 @@ class Action(Enum):
 
 
 class Audits:
-    """Decides when to audit a training run, and what to do after each audit.
+    """Decides in which steps a training run is audited, and what follows from each audit.
 
-    With `evens` (`evener run`), shares become equal for the rest of the run if gradients differ.
-    Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
+    If a difference counts, there are three possible consequences. With `evens` (`evener run`),
+    shares are made equal for the rest of the run. With `strict`, or in the first EARLY steps, the
+    training ends with an error. Otherwise a warning is shown. After that, there are no more audits.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
@@ -275,7 +285,11 @@ class Audits:
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
-        """Count a step; return True if the step is to be audited."""
+        """Count a step; return True if the step is to be audited.
+
+        `signature` is any hashable object that changes with the program;
+        a new one is audited at once.
+        """
         self.step += 1
         if self.over:
             return False
@@ -288,7 +302,8 @@ class Audits:
     def sees(self, signature: Hashable) -> bool:
         """Record a signature; return True if it is new, so that the current step must be audited.
 
-        Only the first 32 signatures are recorded.
+        Only the first 32 signatures are recorded, so that a signature which changes in every step
+        doesn't cause an audit in every step.
         """
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
@@ -298,23 +313,26 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Record a change outside the signature; return True if this step is to be audited."""
+        """Record a change that isn't part of the signature, such as changed data.
+
+        Return True if the current step must be audited because of it.
+        """
         return self.sees(("change", len(self._signatures)))
 
     @property
     def confirms(self) -> bool:
-        """True if the next step is audited to confirm a difference."""
+        """True if the next step is audited to confirm a difference that this step's audit found."""
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return the action after this step's audit; a `difference` of None means agreement."""
+        """Return what to do after this step's audit; a `difference` of None means agreement."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return the action after this step's audit.
+        """Return what to do after this step's audit.
 
-        `differs` is True if any rank saw a difference. After step 64, a difference first has to be
-        confirmed by an audit of the next step.
+        `differs` is True if any rank found a difference. After step 64, a difference first has to
+        be confirmed by an audit of the next step.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:
@@ -331,7 +349,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """True if the step with this number, counted from 1, is always audited."""
+    """True if the step with this number, counted from 1, is audited even if nothing has changed."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -400,10 +418,11 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the name of the likeliest cause: the first question in CAUSES that is answered True.
+    """Return the key in CAUSES of the likeliest cause of a difference.
 
-    Each question recomputes the gradient on the training path with one thing changed. Its answer is
-    True if the change removes the difference. Return "rows" if no answer is True.
+    `answers` has a function for each cause that can be tested. It recomputes the gradient on the
+    training path with one thing changed, and returns True if the change removes the difference. The
+    functions are called in the order of CAUSES until one returns True. Return "rows" if none does.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -423,7 +442,7 @@ def describe(
     - `cause` is the likely cause, or its key in CAUSES.
     - `rows` are the numbers of rows of the parts, or empty if two ranks differ.
     - `step` is the number of the step in which the difference was found.
-    - `reference` describes how the rows are computed correctly.
+    - `reference` describes how the reference computes the rows, such as AT_ONCE.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"

@@ -1,9 +1,11 @@
-"""Find what limits a training's steps: the ranks' compute time (own work), their hosts or input.
+"""Find what limits a training run's steps: the ranks' compute time (own work), hosts or input.
 
-The module is pure. Moving rows between ranks makes steps faster only if the slowest rank computes
-fewer rows in less time. It doesn't if a GPU waits for its host to start kernels, or a rank waits
-for rows that other processes fetch for it. If a CPU is shared with other programs, its speed
-changes within seconds, so more evidence is needed.
+Moving rows between ranks makes steps faster only if the slowest rank then computes fewer rows in
+less time. It doesn't if a GPU waits for its host to start kernels, or if a rank waits for rows that
+other processes fetch for it. If a CPU is shared with other programs, its speed changes within
+seconds, so more evidence is needed.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class RankTimes(NamedTuple):
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     """Return what limits the steps, from the medians of each rank in `ranks`.
 
-    Only waiting for other threads or processes counts as input: if the training loop prepares its
-    rows itself, that time is part of its rank's compute time.
+    "shared core" means that the slowest rank's compute time is long because other programs use its
+    cores. Only waiting for other threads or processes counts as "input": if the training loop
+    prepares its rows itself, that time is part of its rank's compute time.
     """
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
     if last.input_s > INPUT_PART * last.step_s:
@@ -52,9 +55,9 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of `window_s` seconds are needed to change shares, 2 to 64.
+    """Return the minimum number of windows of `window_s` seconds before shares may change, 2 to 64.
 
-    Return 0 if the host or the input is the bottleneck, because other shares wouldn't help.
+    Return 0 if the host or the input is the bottleneck, because other shares wouldn't help then.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

@@ -17,9 +17,9 @@ STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit this process with `code`, from any thread, after flushing its output and logs.
+    """Exit this process with `code` from any thread, after flushing its output and logs.
 
-    Exit handlers aren't run, because they would wait for the stuck thread.
+    Exit handlers aren't run, because they would wait for the main thread, which is stuck.
     """
     with suppress(Exception):  # the user's handler may fail
         logging.shutdown()
@@ -30,9 +30,10 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught exception that ended the program, or None; for exit handlers.
+    """Return the uncaught exception that ended the program; None if there is none.
 
-    In an interactive session, which continues after an exception, the result is None too.
+    Exit handlers call this to find out how the program ended. The result is also None in an
+    interactive session, which continues after an exception.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None

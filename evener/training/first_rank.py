@@ -1,8 +1,9 @@
-"""Start the first rank of a program alone; the others wait until it creates a process group.
+"""Start the first rank of a program alone; the other ranks wait until it creates a process group.
 
-A script for one GPU therefore runs only once, and a launcher that the program starts has the
-devices to itself. The environment shows whether evener started a rank: a launcher gives its own
-ranks other numbers, another address or another run of PyTorch's elastic agent.
+Therefore a script for one GPU runs only once, and a launcher that the program itself starts
+has the devices to itself. The environment variables show whether evener started a rank: a
+launcher of the program gives its own ranks other numbers, another address or another elastic
+run (a run of PyTorch's elastic agent).
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def is_in_other_run() -> bool:
 
 
 def is_released() -> bool:
-    """True once the other ranks may start, or if no rank waits."""
+    """True if the other ranks may start, or if none of them waits for this process."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 
 
 def release_others() -> None:
-    """Allow the other ranks to start."""
+    """Allow the other ranks to start; does nothing if none of them waits."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended
@@ -57,9 +58,10 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait until the other ranks may start; rank 0 only writes its process id to a file.
+    """Wait until the file `path` exists, which means that the other ranks may start.
 
-    If rank 0 exits without releasing the others, this process exits with code 0.
+    Rank 0 doesn't wait; it writes its process id to a file beside `path`. If rank 0 exits without
+    releasing the others, this process exits with code 0.
     """
     first = Path(f"{path}.first")
     if rank == 0:

@@ -1,4 +1,4 @@
-"""The environment variables that a launcher sets for a training process."""
+"""The environment variables that evener launch sets for a training process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devic
 
 
 def ask_for_processes(why: str) -> None:
-    """Print a message and exit if evener launch will start one process per device instead.
+    """Exit with code `WANTS_PROCESSES` so that evener launch starts one process per device.
 
-    The exit code is `WANTS_PROCESSES`. Without evener launch, do nothing.
+    A message with the reason `why` is printed first. Does nothing if evener launch can't do that,
+    or if this process wasn't launched by it.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -45,10 +46,11 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the plan file that the script names, else the one that evener launch passed.
+    """Return the plan file to train with; None if neither the script nor evener launch names one.
 
-    If devices were lost and the script names the launched plan, return the plan for the remaining
-    devices.
+    A plan that the script names (`named`) has priority over the one that evener launch
+    passed. If the script names the launched plan but devices were lost since, return the
+    plan for the remaining devices.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -59,14 +61,15 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """Return the plan's id of this process's device; empty if evener launch didn't start it."""
+    """Return the id of this process's device in the plan; empty without evener launch."""
     return os.environ.get(DEVICE, "")
 
 
 def rendezvous_file(address: str) -> str | None:
-    """Return the rendezvous file that this host's processes use instead of HOST:PORT, or None.
+    """Return the rendezvous file that replaces `address` (HOST:PORT) for this host's processes.
 
-    It is None if a port is used, and in another launcher's run, which may use the same address.
+    Return None if they use the port. In another launcher's run, which may use the same
+    address, the result is None too.
     """
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -75,12 +78,15 @@ def rendezvous_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name that evener launch gave to this training; empty without evener launch."""
+    """Return the name of this training run, given by evener launch; empty without evener launch."""
     return os.environ.get(RUN, "")
 
 
 def launched_records() -> Path | None:
-    """Return the launcher's folder for this process's last record; None if no launcher reads it."""
+    """Return the folder to which this process copies its last record for evener launch.
+
+    Return None if no launcher reads it.
+    """
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 
@@ -116,7 +122,10 @@ def is_here(name: str) -> bool:
 def resolve(
     name: str, port: int = 0
 ) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """Return the addresses of a host, for UDP; empty if the name can't be resolved."""
+    """Return the addresses of a host, in the form of socket.getaddrinfo, for UDP.
+
+    The result is empty if the name can't be resolved.
+    """
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []
@@ -129,15 +138,18 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """True if the device, and not the script, is the likely cause of an error."""
+    """True if an error was probably caused by a failing device rather than by the script.
+
+    Errors such as running out of memory or a device-side assert are the script's.
+    """
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort a process that evener launch started if `error` is a device error.
+    """Abort this process if evener launch started it and `error` is a device error.
 
-    The abort makes the launcher treat the device as lost.
+    An abort makes the launcher treat the device as lost, so that it continues on the others.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

@@ -1,8 +1,11 @@
-"""The limits of a training: the part of a step that each takes, a remedy and its expected gain.
+"""What limits the speed of a training run: parts of a step, remedies and their expected gains.
 
-The module is pure. A search and a training run measure the parts of a step differently, and both
-use this module. Measured parts may overlap: a host that is starved of cores also delays input.
-Overlaps are removed, so that the limits of one step never add up to more than the step.
+Each limit takes a part of the step. A search and a training run measure these parts
+differently, and both use this module. Measured parts may overlap: for example, a host that
+is starved of cores also delays input. Overlaps are removed, so that the limits of one step
+never add up to more than the step.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remed
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits, each with its meaning and its usual remedy."""
+    """The kinds of limits; each member has a meaning and a usual remedy."""
 
     meaning: str
     usual_remedy: str
 
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a member with the string value `value`."""
+        """Create a member with the string value `value` and two texts, shown to the user."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -122,10 +125,10 @@ class LimitKind(StrEnum):
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit of a training run's speed, with a remedy and its expected gain.
 
-    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute time
-    (own work) and parts under 5 %. Gains are relative to the current samples/s: 0.5 is 50 % more.
-    `by` names the cause of the limit (a rank, a program or a link) and is empty if the cause is
-    unknown.
+    `gain`, `gain_low` and `gain_high` are relative to the current samples/s: 0.5 is 50 % more. `by`
+    names the cause of the limit, such as a rank, a program or a link; it is empty if the cause is
+    unknown. The limits of a step don't overlap, so the sum of their `share` is at most 1. The rest
+    of the step is compute time (own work) and parts under 5 %.
     """
 
     kind: LimitKind
@@ -144,9 +147,10 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that a remedy can shorten.
 
-    Without `without_s`, the remedy is expected to shorten the step by `seconds` times `spared`.
-    `remaining_s` isn't included in the gain's interval, because it is known only for the usual
-    remedy. A part isn't reported if its gain is below 5 % after `remaining_s` is added.
+    `without_s` is the duration of a step without the part, if it was measured. Otherwise the remedy
+    is expected to shorten the step by `seconds` times `spared`. `remaining_s` isn't included in the
+    gain's interval, because it is known only for the usual remedy. A part isn't reported if its
+    gain is below 5 % once `remaining_s` is added.
     """
 
     kind: LimitKind
@@ -162,10 +166,10 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
-    """Return half of the 95 % interval of a part's `seconds`.
+    """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
     It is the fraction `relative` of the part, but at most the fraction `left` of the rest of the
-    step, because the rest was measured: it stays when the part is gone.
+    step. The rest was measured too and stays when the part is gone, so it limits the error.
     """
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
@@ -173,9 +177,9 @@ def bound_error(seconds: float, step_s: float, relative: float, left: float = LE
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
-    A part isn't a limit if it is less than 5 % of the step after overlaps are removed, or if the
-    lower bound of its gain is below `least_gain`. If a step without the limit was measured
-    (`without_s`), the gain may be larger or smaller than the part.
+    Overlaps of the parts are removed first. A part is a limit if it takes at least 5 % of the step
+    and the lower bound of its gain is at least `least_gain`. The gain may be larger or smaller than
+    the part if a step without the part was measured.
     """
     if step_s <= 0:
         return ()
@@ -190,13 +194,13 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without their overlaps; together they are at most the step.
+    """Return the parts without their overlaps, so that their sum is at most the step.
 
-    Time in which threads get no core is subtracted from the other parts in proportion, because it
-    slows them all; only `APART` kinds keep their time. Time lost to heat, power or a neighbour is
-    subtracted from the unequal work of the same device. If the parts are still longer than the
-    step, they are shortened to fit: starved threads and `APART` kinds have priority, then the
-    largest parts.
+    Time in which threads get no core is subtracted from the other parts in proportion, because
+    it slows them all; only `APART` kinds keep their time. Time lost to heat, power or a
+    neighbour is subtracted from the unequal work of the same device. If the parts are still
+    longer than the step, they are shortened to fit: starved threads and `APART` kinds have
+    priority, then the largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -225,9 +229,9 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return the part; if it is unequal work, subtract time lost to heat, power or a neighbour.
+    """Subtract the time lost to heat, power or a neighbour from a part that is unequal work.
 
-    Only time lost on the same device is subtracted.
+    Only time lost on the same device is subtracted. Other kinds of parts are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -254,12 +258,12 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the lower end of a remedy's gain from which a limit of this kind is reported."""
+    """Return the minimum lower bound of a remedy's gain for a limit of this kind to be reported."""
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
 class _RemainingTime(NamedTuple):
-    """The duration of a step after the remedy, with the ends of its 95 % interval."""
+    """The expected duration of a step after the remedy, with its 95 % interval, in seconds."""
 
     seconds: float
     least_s: float
@@ -267,7 +271,10 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return the duration of a step after the remedy: `without_s` if measured, else an estimate."""
+    """Return the expected duration of a step of `step_s` seconds after the remedy for `part`.
+
+    It is `without_s` if that was measured; otherwise it is estimated from the part's duration.
+    """
     if part.without_s is not None:
         error_s = part.without_error_s
         return _RemainingTime(part.without_s, part.without_s - error_s, part.without_s + error_s)
@@ -295,9 +302,10 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain in samples/s if a step takes `left_s` seconds: 0.5 is 50 % more.
+    """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
 
-    The gain is never negative, because a remedy that slows the training needn't be applied.
+    0.5 is 50 % more. The gain is never negative, because a remedy that slows the
+    training run needn't be applied.
     """
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

@@ -1,10 +1,13 @@
-"""Predict how many rows fit in a rank's memory, from measured peaks. Pure.
+"""Predict how many rows fit in a rank's memory, from measured peaks.
 
-The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
-on the rows, but activations do. With only one measured size, all memory is assumed to grow with the
-rows, which overestimates. With several sizes, per_row is the steepest slope to the peak at the
-largest size, and at least the memory that isn't held between steps, divided by the rows: the peak
-at a smaller size may have been too high, for example because a loss was checked there.
+The memory of a pass is modelled as fixed + rows * per_row, because weights and optimizer state
+don't depend on the rows, but activations do. With only one measured size, all memory is
+assumed to grow with the rows, which overestimates. With several sizes, per_row is the steepest
+slope to the peak at the largest size. It is also at least the memory that isn't held between
+steps, divided by the rows, because the peak at a smaller size may have been too high, for
+example if a loss was checked then.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -16,10 +19,7 @@ LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the 
 
 
 class MemoryPeaks:
-    """The memory peaks of one rank, by the number of rows in a pass.
-
-    `held_bytes` is the smallest memory use seen between steps.
-    """
+    """The memory peaks of one rank, by the number of rows in its largest pass."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -31,9 +31,11 @@ class MemoryPeaks:
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Record the current peak, which was reached with passes of up to `rows` rows.
+        """Record the peak of a step whose passes had up to `rows` rows.
 
-        The largest pass causes the peak, so calls with fewer rows are ignored.
+        `held_bytes` is the memory in use between steps; the smallest value is stored.
+        Peaks are cumulative and caused by the largest pass, so a call with fewer rows than
+        before doesn't change the peaks.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -41,7 +43,9 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted bytes of a pass of `rows` rows; 0 before a peak is recorded."""
+        """Return the predicted peak in bytes of a pass of `rows` rows; 0
+        before any peak is recorded.
+        """
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
@@ -63,10 +67,11 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows of a pass while `beside_bytes` of other memory are in use.
+        """Return the maximum rows per pass if `beside_bytes` of other
+        data are held during the pass.
 
         The fraction `left` of the capacity stays free. Return 0 if peaks of fewer than two sizes
-        were recorded, because these don't show which memory is independent of rows.
+        were recorded, because they don't show which part of the memory depends on the rows.
         """
         if self.sizes < 2:
             return 0

@@ -1,9 +1,9 @@
-"""The noise scale of a training's gradient: larger batches than this gain little.
+"""The gradient noise scale of a training run: the batch size beyond which more rows gain little.
 
-It is computed from squared norms. A gradient of n rows is the true gradient G plus noise of
-variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale is tr(S) /
-|G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162): a step of B rows gains B / (B + noise
-scale) of what a step of infinitely many rows would.
+It is computed from squared norms of gradients. A gradient of n rows is the true gradient G plus
+noise of variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale is
+tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162). A step of B rows makes B / (B +
+noise scale) of the progress of a step with infinitely many rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 
 
 class Sample(NamedTuple):
-    """Unbiased estimates of noise and signal from one step.
+    """Unbiased estimates of the gradient's noise and signal from one step.
 
-    The ratio of two unbiased estimates is biased, so each is averaged over steps first.
+    The ratio of two unbiased estimates is biased. Therefore both are averaged over steps
+    before the noise scale is computed.
     """
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
@@ -36,9 +37,9 @@ class Sample(NamedTuple):
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """A noise scale with its 95 % interval, in rows.
+    """A gradient noise scale with its 95 % interval, in rows.
 
-    `high` is ENDLESS if the batch is too small to bound it.
+    `high` is ENDLESS if the batch is too small to give an upper bound.
     """
 
     rows: Rows  # ENDLESS if no signal was seen
@@ -48,17 +49,18 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale, or its lower bound if the batch was too small to measure it."""
+        """The noise scale; its lower bound if the batch was too small to give an upper bound."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Return noise and signal of one step whose parts have `sizes` rows.
+    """Return the noise and the signal of one step, from the gradients of its parts.
 
-    `weighted` is sum_i n_i |g_i|^2, where g_i is the mean gradient of part i, and `whole` is |g|^2
-    of the batch's mean gradient. By analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the
-    K parts with rows has the mean tr(S), whatever the sizes and G. Raises ValueError if fewer than
-    two parts have rows.
+    `sizes` are the rows of each part, such as a rank or a pass. `weighted` is sum_i n_i
+    |g_i|^2, where g_i is the mean gradient of part i, and `whole` is |g|^2 of the batch's
+    mean gradient. By analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the K parts
+    with rows has the expected value tr(S), whatever the sizes and G. Raises ValueError if
+    fewer than two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)
@@ -69,17 +71,19 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return the statistical efficiency of a batch's rows, 0 to 1.
+    """Return how much a row of a batch of `batch` rows is worth, from 0 to 1.
 
-    It is relative to very small batches: batches far below the noise scale have the efficiency 1.
+    The value is relative to very small batches: rows of batches far
+    below the noise scale are worth 1.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which the rows needed for the same loss change with the batch size.
+    """Return the factor by which more rows are needed for the same loss if the batch size changes.
 
-    It compares training with `other` rows per step to training with `batch` rows per step.
+    The batch size changes from `batch` to `other` rows per step. The factor
+    is below 1 for a smaller batch.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -87,17 +91,17 @@ def extra_rows(batch: int, other: int, noise_scale: float) -> float:
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
     """Return the factor for SGD's learning rate if the batch grows from `batch` to `other` rows.
 
-    It is AdaScale's gain (arXiv 2007.05105).
+    It is the gain of AdaScale (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class NoiseWindow:
-    """Averages noise and signal over samples, with exponentially decaying weights.
+    """Averages noise and signal over steps, with exponentially decaying weights.
 
-    The weight of a block of samples is multiplied by `kept` for each later block; if `kept` is 1,
-    all samples have the same weight. Weights are divided by their sum, so the first samples count
-    in full.
+    Samples are summed in blocks of BLOCK samples. The weight of a block is multiplied by `kept` for
+    each later block; if `kept` is 1, all blocks have the same weight. Weights are divided by their
+    sum, so that the averages aren't biased towards 0 at the beginning.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
@@ -108,7 +112,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample, unless it isn't finite, as after an overflow."""
+        """Add a step's sample; ignored if a value isn't finite, for example after an overflow."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -118,7 +122,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale with its interval, or None if there are too few samples."""
+        """Return the noise scale with its interval; None before FEWEST_BLOCKS blocks of samples."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -138,10 +142,10 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
+    """Return the ends of the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    A ratio r is in it if mean(noise) - r * mean(signal) isn't significantly different from 0. If
-    the signal isn't significantly above 0, the interval has no upper end.
+    A ratio r is in the interval if mean(noise) - r * mean(signal) isn't significantly different
+    from 0. If the signal isn't significantly above 0, the upper end is ENDLESS.
     """
     a = _mean(weights, noise)
     b = _mean(weights, signal)
@@ -168,18 +172,20 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t, by the Cornish-Fisher expansion.
+    """Return the two-sided 95 % quantile of Student's t with `freedom` degrees of freedom.
 
-    The relative error is below 2 % for 4 or more degrees of freedom.
+    It is computed by the Cornish-Fisher expansion, whose relative error is below 2 % for
+    4 or more degrees of freedom.
     """
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return the noise scale and the efficiency of batches of `batch` rows, as text.
+    """Return a text with the noise scale and the efficiency of batches of `batch` rows.
 
-    It is for the noise scale after some steps, and doesn't end with a period.
+    `steps` is the number of steps after which the noise scale was measured. The
+    text doesn't end with a period.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:
@@ -193,10 +199,14 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(found: NoiseScale) -> str:
-    """Return the scale as text, as in "3,900 rows", or "at least 2,700 rows" for a small batch."""
+    """Return a noise scale as text, such as "3,900 rows".
+
+    It is a lower bound, such as "at least 2,700 rows", if the batch was
+    too small to measure the scale.
+    """
     return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:
-    """Return a number of rows as text with two significant digits: "3,900"."""
+    """Return a number of rows as text with two significant digits, such as "3,900"."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

@@ -1,9 +1,9 @@
-"""The passes of a rank's batch: their rows, their weights, and retries when memory runs out. Pure.
+"""The passes of a rank's batch: their rows, their weights, and retries when memory runs out.
 
-A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit into memory at
-once computes them in several passes; the sum of the passes' gradients, each times its weight, is
-the gradient of the rank's mean. A pass that runs out of memory is retried in smaller passes with
-the same rows:
+A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit in memory
+at once computes them in several passes. The sum of the passes' gradients, each times its
+weight, is the gradient of the rank's mean loss. A pass that runs out of memory is retried in
+smaller passes with the same rows:
 
     sizes = divide_rows(rows, most)            # `most` is from the plan
     queue = PassQueue(sizes, limit)
@@ -13,7 +13,7 @@ the same rows:
 
 The rules are the same for every trainer and framework: the user's own training loops
 (`evener/torch/step`), transformers' Trainer, Lightning and Keras. Each of their adapters undoes the
-failed attempt itself before the retry.
+failed attempt itself before the retry. This module has no side effects.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass: as few passes as possible, with up to `most` rows each.
+    """Return the number of rows of each pass: as few passes as
+    possible, with up to `most` rows each.
 
-    With `passes`, rows are divided into that many passes, some of which may have no row, because
-    ranks that run collectives in every pass must run the same number of passes. A rank without rows
-    has one pass, in which it only takes part in collectives.
+    If `passes` isn't 0, the rows are divided into that many passes instead, because ranks that run
+    collectives in every pass must run the same number of passes. Some of these passes may have no
+    rows. A rank without rows has one pass, in which it only takes part in collectives.
     """
     if passes:
         return even(rows, passes)
@@ -43,26 +44,27 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes, at least one, for `rows` rows if memory fits `most` rows.
+    """Return the number of passes for `rows` rows, at least 1, if up to `most` rows fit in memory.
 
-    No pass has fewer than `least` rows, even if that makes passes larger than `most`.
+    Passes have at least `least` rows each, even if they are then larger than `most`.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return the number of passes that every rank computes if each pass has collectives.
+    """Return the number of passes that every rank runs if each pass has collectives.
 
-    It is the maximum that any rank needs.
+    It is the largest number that any rank needs. `rows` are the ranks' rows and
+    `most` their maximum rows per pass.
     """
     return max(1, *map(count_passes, rows, most))
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """Return the weight of each pass's mean loss in the mean over `total` rows.
+    """Return the weight of each pass's mean loss in the mean loss over `total` rows.
 
-    `total` is by default the number of rows in these passes. All weights are 1 if there are no
-    rows.
+    `sizes` are the rows of each pass. `total` is by default their sum.
+    If it is 0, all weights are 1.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -92,8 +94,8 @@ class Pass(NamedTuple):
 class PassLimit:
     """The current maximum rows per pass of a rank.
 
-    The limit is halved after a pass runs out of memory, and grows after a number of steps in which
-    no pass does.
+    The limit is halved after a pass runs out of memory. It is doubled again after CLEAN_STEPS steps
+    in which no pass runs out of memory.
     """
 
     def __init__(self, rank: int) -> None:
@@ -107,16 +109,19 @@ class PassLimit:
 
     @property
     def lowest(self) -> int | None:
-        """The current maximum number of rows per pass; None if there is no limit."""
+        """The current maximum rows per pass; None if the plan's passes needn't be cut.
+
+        It is the smaller of the limit after memory ran out and the predicted limit.
+        """
         known = [each for each in (self.most, self.predicted) if each is not None]
         return min(known, default=None)
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
-        If other processes held 1 GiB or more when memory ran out, every tenth step checks whether
-        they now hold less than half of that; if so, the limit is removed. `others_bytes` returns
-        the bytes of device memory that other processes hold, or 0 if that is unknown.
+        `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
+        unknown. If they held 1 GiB or more when memory ran out, every tenth step checks whether
+        they now hold less than half of that; if so, the limit is removed.
         """
         self.step += 1
         self._clean_steps += 1
@@ -132,20 +137,20 @@ class PassLimit:
     def count(self, rows: int, most: int, least: int = 1) -> int:
         """Return the number of passes that `rows` rows need under the current limit.
 
-        `most` is the plan's number of rows per pass, and `least` the minimum.
+        `most` is the plan's maximum rows per pass, and `least` the minimum rows per pass.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Record that a pass succeeded, which ends a series of failures."""
+        """Record that a pass succeeded, so that the count of consecutive failures restarts at 0."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failure if the pass of `rows` rows that ran out of memory can't be halved.
+        """Count a failure of a pass of `rows` rows that is too small to be halved.
 
-        It can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
-        after 20 such failures in a row; `held` describes what used the memory.
+        A pass can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
+        after 20 such failures in a row; `held` describes what used the memory, for its message.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -162,8 +167,8 @@ class PassLimit:
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
         """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
 
-        The limit is never below `least`. `others_bytes` are the bytes of device memory that
-        other processes hold.
+        The limit is never below `least`. `others_bytes` are the bytes of device memory that other
+        processes hold; see `begin_batch`.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0
@@ -184,7 +189,8 @@ class _Range(NamedTuple):
 class PassQueue:
     """Yields the passes of one batch in order, and cuts passes that are larger than `limit`.
 
-    Each call of `take` returns the next pass, and must be followed by `complete` or `retry`.
+    `sizes` are the rows of the planned passes. Each pass that `take` returns must be followed by a
+    call of either `complete` or `retry`.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -196,7 +202,8 @@ class PassQueue:
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
         """Return the next pass; None after the last one.
 
-        A pass above the limit is cut into pieces of at least `least()` rows.
+        A pass above the limit is cut into pieces of at least `least()` rows, and
+        the first piece is returned.
         """
         if not self._left:
             return None
@@ -224,7 +231,8 @@ class PassQueue:
     def complete(self) -> bool:
         """Mark the last pass that `take` returned as computed.
 
-        Return False if other rows of the same failed range must still be recomputed.
+        Return False if other rows of the same failed pass must still be recomputed, so that
+        its sums aren't complete yet.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -236,9 +244,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the rows of the last pass that `take` returned back at the front of the queue.
 
-        With `is_whole`, these rows are a new failed range: `complete` returns False until all of
-        them are recomputed. `is_whole` must be False while rows of an earlier failure are being
-        recomputed; the pass then stays part of that failure's range.
+        With `is_whole`, the pass starts a new failed range: `complete` returns False until all of
+        its rows are recomputed. `is_whole` must be False while rows of an earlier failure are being
+        recomputed, because the pass then stays part of that failure's range.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -1,17 +1,24 @@
-"""Adapt a training's shares to the ranks' compute time (own work), window by window. Pure.
+"""Adapt the shares of a training run to the speed of its ranks, window by window.
 
-Own work is a rank's time until its last gradient, without the time that it waits for other ranks. A
-window's medians are divided by the times that the devices' curves predict; a single slow step
-doesn't affect them. New shares are proposed if they would have made the steps of the last windows
-sufficiently faster in total, and at least a little faster in most of these windows, including each
-of the last two. A large change of speed is detected in two windows, a small one in up to 64. The
-initial shares of a training are changed only for a larger gain.
+A rank's speed is measured by its compute time (own work): the time until its last gradient,
+without the time that it waits for other ranks. A window is a number of consecutive steps. The
+median compute time in a window is divided by the time that the device's curve predicts, so a
+single slow step has no effect.
 
-If the next change soon reverses a change, that change was a mistake. Then 32 windows are needed for
-a change, and twice as many after each further mistake, until a change lasts. If nothing shows how
-own work depends on rows, it is assumed to be proportional to rows; the effect of a change of rows
-then shows which part of own work is fixed. A pass costs the host about the same time however few
-rows it has: the cost of a further pass is measured when a rank takes more or fewer passes.
+New shares are proposed if they would have made the steps of the last windows sufficiently faster in
+total. They must also be faster in most of these windows, including both of the last two. A large
+change of speed is detected in two windows, a small one in up to 64. The initial shares of a
+training run are changed only for a larger gain.
+
+If the next change soon reverses a change, the first of the two was a mistake. The next change then
+needs 32 windows, and twice as many after each further mistake, until a change lasts.
+
+If no curve was measured, compute time is assumed to be proportional to rows. The effect of a
+change of rows then shows which part of the compute time is fixed. A pass costs the host about
+the same time however few rows it has, so the cost of a further pass is measured when the
+number of a rank's passes changes.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -52,7 +59,7 @@ NEAR = 0.9  # the slope of a curve is measured from this fraction of a share to 
 
 
 class Change(msgspec.Struct, frozen=True):
-    """New shares for all ranks."""
+    """New shares for all ranks, with the reason for the change."""
 
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows per pass: the whole share if it fits in one pass
@@ -60,7 +67,7 @@ class Change(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more steps/s, computed from own work
 
     def describe(self, before: Sequence[int]) -> str:
-        """Return the reason, and the shares before and after."""
+        """Return the reason, and the shares before and after the change, for a message."""
         shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
         return f"{self.reason}: {shown}"
 
@@ -76,7 +83,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Window(NamedTuple):
-    """A window of steps with the current shares."""
+    """The measurements of a window of steps with the current shares."""
 
     start: int  # first step of the window
     factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
@@ -84,28 +91,31 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The rows that a rank's memory can hold."""
+    """The maximum number of rows that fit in a rank's memory."""
 
     at_once: int  # the most rows of a share that is computed in one pass
     in_several: int  # the most rows of each of several passes; 0 if a share can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return the maximum number of rows in each pass of a share."""
+        """Return the maximum rows per pass of a share: the whole share if it fits in one pass."""
         return self.in_several if self.in_several and share > self.at_once else share
 
 
 class Rebalancer:
     """Proposes new shares from the measured windows.
 
-    It is deterministic, so each rank can run an instance with the same input and get the same
-    shares.
+    It is deterministic, so each rank can run an instance with the same
+    input and get the same shares.
 
-    `shares` are the rows of each rank, `curves` map rows to seconds on its device, and `most` are
-    the maximum rows per pass that fit in its memory (0: unknown). Without `passes`, each share is
-    one pass. `names` are the devices' names, for the reasons. If `most` is unknown, one change adds
-    at most half of a share's current rows, and no more than measured memory is predicted to fit at
-    once (`fits`), unless the rows of each of several passes are predicted too (`passes_fit`). If
-    memory isn't measured, a share stays below 1.25 times its initial rows.
+    - `shares` are the rows of each rank, and `names` the devices' names, for the reasons.
+    - `curves` predict the seconds of each rank's step from its rows.
+    - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
+    - Without `passes`, each share must fit in one pass.
+
+    If `most` is unknown, a change adds at most half of a share's current rows. It adds no more
+    rows than measured memory is predicted to fit at once (`fits`), unless the rows of each of
+    several passes are predicted too (`passes_fit`). If memory isn't measured, a share stays
+    below 1.25 times its initial rows.
     """
 
     def __init__(
@@ -184,7 +194,7 @@ class Rebalancer:
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes of each share in the ranks' current memory."""
+        """Return the number of passes that each share needs under the current memory limits."""
         return [
             -(-share // room.in_several) if room.in_several and share > room.at_once else 1
             for share, room in zip(shares, self._limited, strict=True)
@@ -204,14 +214,17 @@ class Rebalancer:
     ) -> Change | None:
         """Observe a window that ended at `step`; return new shares if a change is worthwhile.
 
-        `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
-        `limits` are the rows per pass that didn't run out of memory, 0 if none did; `fits` are the
-        rows that memory is predicted to fit at once, 0 if that isn't measured; `passes_fit` are the
-        rows of each of several passes, 0 if a share can't be divided into more. `step_s` is the
-        median duration of a whole step, to which gains are relative (0: own work is the whole
-        step). A change needs at least `fewest` windows (0: own work doesn't limit the steps, so the
-        window is ignored), and applies to the following windows. Windows with other rows than the
-        current shares are ignored, too.
+        - `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
+        - `limits` are each rank's maximum rows per pass since memory ran out (0: it never did).
+        - `fits` are the rows that memory is predicted to fit at once (0: not measured).
+        - `passes_fit` are the same for each of several passes (0: shares can't be divided further).
+        - `step_s` is the median duration of a whole step, to which gains are relative (0: the
+          compute time is the whole step).
+        - `fewest` is the minimum number of windows for a change (0: compute time doesn't limit the
+          steps, so the window is ignored).
+
+        Windows whose rows aren't the current shares are ignored, too. New shares
+        apply to the following windows.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -240,9 +253,10 @@ class Rebalancer:
         return None
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
-        """Set the rows that each rank's memory can hold from now on.
+        """Set the maximum rows that fit in each rank's memory from now on.
 
-        If that changes the number of passes of the current shares, past windows are dropped.
+        If that changes the number of passes of the current shares, past windows are dropped because
+        they aren't comparable. The parameters are those of `observe`.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -251,7 +265,10 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return the rows that a rank's memory holds, from the plan, a measurement or a guess."""
+        """Return how many rows fit in a rank's memory: planned, else measured, else assumed.
+
+        `fits` and `passes_fit` are the rank's values of these parameters of `observe`.
+        """
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
             return Room(most, most * self._passes)
@@ -266,28 +283,30 @@ class Rebalancer:
         return Room(at_once, passes_fit if divides else 0)
 
     def _limit_room(self, room: Room, limit: int) -> Room:
-        """Return the room of a rank on which passes of more than `limit` rows ran out of memory.
+        """Return `room`, reduced to `limit` rows per pass if larger passes ran out of memory.
 
-        The limit is 0 if no pass did.
+        `limit` is 0 if no pass did.
         """
         if not limit or limit >= room.at_once:
             return room
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn the cost of passes and the fixed part of own work from the last change.
+        """Learn the cost of passes and the fixed part of compute time
+        from the last change of shares.
 
-        Return True if anything was learned.
+        Return True if anything was learned, so that predictions have changed.
         """
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the part of own work that doesn't depend on rows, if no curve was measured.
+        """Learn the part of compute time that doesn't depend on rows.
 
-        That part, a, follows from own work t before and after a change of rows n: t = a + b * n.
-        The noisier a measurement is relative to the change, the less weight it gets.
+        Only ranks whose curve wasn't measured learn it. This part, a, follows from the compute time
+        t before and after a change of the rows n, because t = a + b * n. The noisier a measurement
+        is relative to the change, the less weight it gets. Return True if anything was learned.
         """
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
@@ -311,8 +330,8 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn the cost of a further pass from a change in the number of passes.
 
-        Return True if the cost was learned. Own work is F * (t(rows in k passes) + (k - 1) * extra)
-        before and after the change; the unknown factor F cancels out in their ratio.
+        Compute time is F * (t(rows in k passes) + (k - 1) * extra) before and after the change. The
+        unknown factor F cancels out in the ratio of both. Return True if the cost was learned.
         """
         learned, guess = (
             False,
@@ -358,8 +377,9 @@ class Rebalancer:
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return faster shares for the last `span` windows, with the ranks' factors and the gain.
 
-        Return None if the gain is too small, if one of the last two windows shows no gain, or if
-        more than a quarter of these windows show none.
+        A factor is a rank's compute time divided by the time that its curve predicts. Return None
+        if the gain is too small, if one of the last two windows shows no gain, or if more than a
+        quarter of these windows show none.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
@@ -380,10 +400,10 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the shares with which all ranks finish together, or None if no shares fit.
+        """Return the shares with which all ranks finish at the same time; None if no shares fit.
 
-        `factors` are the ranks' compute times (own work) divided by the times that their curves
-        predict.
+        `factors` are the ranks' compute times (own work) divided by the
+        times that their curves predict.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -395,9 +415,9 @@ class Rebalancer:
     ) -> float:
         """Return the minimum gain for a change of shares after `span` windows.
 
-        It rises with the variation from one window to the next (noise) and over many windows
-        (drift). A rank's variation counts in proportion to its own work in the step: `seconds`
-        times its factor.
+        The minimum rises with the variation from one window to the next (noise) and over many
+        windows (drift). A rank's variation counts in proportion to its compute time in a step,
+        which is its `seconds` times its factor. `rest_s` is the duration of the rest of a step.
         """
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
@@ -411,10 +431,11 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return the standard deviation of each rank's factor relative to the other ranks' factors.
+        """Return how much the speed of each rank drifts, relative to the other ranks.
 
-        It is computed over the first `count` windows with the current shares. If `count` is below
-        16, return the values measured with earlier shares.
+        It is the standard deviation of the rank's factor divided by the others' factors, over the
+        first `count` windows with the current shares. If `count` is below 16, return the values
+        measured with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -422,7 +443,7 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest possible gain from the slopes at the current shares.
+        """Estimate the largest possible gain from the slopes of the curves at the current shares.
 
         `_try` checks this estimate first, because solving for the shares takes far longer.
         """
@@ -438,14 +459,21 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a share can't change: it can't shrink, or no more rows fit in its memory."""
+        """True if a rank's share can't change in the required direction.
+
+        If the rank `gives` rows, its share may be too small to shrink. Otherwise no
+        more rows may fit in its memory.
+        """
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
         return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the gain in these windows if the curves predict `seconds` for the new shares."""
+        """Return the relative gain of new shares in these windows, if they had been used there.
+
+        `seconds` are the times that the curves predict for each rank's new share.
+        """
         rest = math.fsum(each.rest_s for each in windows)
         before, after = (
             rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
@@ -470,7 +498,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message on which device became slower or faster, how much and since when."""
+        """Return a message: which device became slower or faster, by how much and since when."""
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -508,12 +536,13 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return shares with which all ranks finish together, and their gain in a step of `step_s`.
+    """Return shares with which all ranks finish at the same time, and their gain.
 
-    The ranks' speeds follow from `own_work_s`, the medians of their compute time (own work) with
-    `shares`. Return None if the gain is below 2 %, or if no shares are possible. `most` are the
-    maximum rows per pass in each rank's memory, 0 if unknown; without `passes`, no share exceeds
-    its rank's memory.
+    The ranks' speeds follow from `own_work_s`, the medians of their compute time (own work)
+    with `shares`. The gain is relative to a step of `step_s` seconds (0: compute time is the
+    whole step). `most` are the maximum rows per pass in each rank's memory, 0 if unknown;
+    without `passes`, no share exceeds its rank's memory. Return None if the gain is below 2 %,
+    or if no shares are possible.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -532,7 +561,10 @@ def advise(
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
-    """Return the devices' names in the monitor; empty if shares don't identify devices."""
+    """Return the devices' names as shown in the monitor.
+
+    The result is empty if several shares have the same device, so that names are ambiguous.
+    """
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     names = [share.gpu_label or share.device for share in shares]
@@ -543,9 +575,10 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of new shares in rows: a divisor of the current shares, at most 8.
+    """Return the quantum of new shares in rows, at most 8.
 
-    New shares are multiples of the quantum, which is smaller for small shares.
+    New shares are multiples of the quantum. It divides all current shares, and is
+    smaller if the shares are small.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -575,24 +608,23 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the time at which all ranks would finish if rows moved between them.
+    """Return the time at which all ranks would finish if rows were moved between them.
 
-    `own` are the ranks' compute times (own work) now, and `rates` the rows that each computes per
-    additional second.
+    `own` are the ranks' current compute times (own work), and `rates` the rows that each
+    computes per additional second.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the seconds per row just below a share; always positive, even for a flat curve."""
+    """Return the seconds per row just below a share; above 0 even if the curve is level."""
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if a change of shares undoes at least half of the previous one.
-
-    The previous change is from `before` to `now`, the change from `now` to `then`.
+    """True if the change from `now` to `then` undoes at least half of
+    the one from `before` to `now`.
     """
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -600,15 +632,15 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor is more than half of the way from `usual` to its value after a `shift`.
+    """True if a factor is more than half of the way from `usual` to its value after a shift.
 
-    `shift` is the logarithm of the whole change.
+    `shift` is the logarithm of the whole change of the factor.
     """
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve is proportional to rows, as it is if it was never measured."""
+    """True if a curve assumes a time proportional to rows, because it was never measured."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

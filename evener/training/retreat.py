@@ -1,4 +1,4 @@
-"""Recognize errors of passes that ran out of memory, and write the line that reports the retry."""
+"""Recognize passes that ran out of memory, and print the line that reports their retry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def says_out_of_memory(text: str) -> bool:
 
 
 class Retreat(msgspec.Struct, frozen=True):
-    """A pass that ran out of memory, and the smaller passes that replaced it."""
+    """A pass that ran out of memory, and the smaller passes that replaced it.
+
+    The class is used for the reports in the terminal, the monitor and the journal.
+    """
 
     step: int
     rows: int  # of the pass
@@ -30,7 +33,7 @@ class Retreat(msgspec.Struct, frozen=True):
     others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
-        """Return a line for the terminal about the retry."""
+        """Return a line for the terminal about the retry; `device` is the name of the device."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30
@@ -44,5 +47,5 @@ class Retreat(msgspec.Struct, frozen=True):
 
 
 def say(line: str) -> None:
-    """Print a line to stderr."""
+    """Print a line to stderr at once, in a single write so that ranks' lines don't mix."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

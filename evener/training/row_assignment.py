@@ -24,7 +24,10 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned 
 
 
 class PartialAssignment:
-    """Each rank's passes, as row indices of the sorted batch, and its finish time."""
+    """Each rank's passes and finish time, while rows are being assigned to ranks.
+
+    `passes` has, for each rank and pass, the indices of its rows in the sorted batch.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -32,9 +35,10 @@ class PartialAssignment:
 
 
 class AssignmentSearch:
-    """Finds assignments of rows of these `lengths` to ranks; `lengths` are sorted, longest first.
+    """Finds assignments of rows of unequal length to ranks and their passes.
 
-    If `saves_padding` is False, there are as few passes as possible.
+    `lengths` are sorted, longest first. If `saves_padding` is False, a pass is added only if a
+    rank's memory requires it, not to save padding.
     """
 
     def __init__(
@@ -52,10 +56,10 @@ class AssignmentSearch:
     def least_seconds(self) -> float:
         """Return a lower bound for a step's duration in seconds, over all assignments.
 
-        The bound is exact if ranks differ in speed only and a batch has few lengths; otherwise it
-        is nearly exact. It is the larger of (the least cost of the batch / the sum of speeds) and
-        (the time of the longest row on the fastest rank). The least cost is the cost of the best
-        cuts on one device, because any assignment also cuts the batch.
+        The bound is the larger of two times. One is the cost of the batch's best cuts divided by
+        the sum of the ranks' speeds, because any assignment also cuts the batch. The other is the
+        time of the longest row on the fastest rank. The bound is exact if ranks differ only in
+        speed and a batch has few different lengths; otherwise it is nearly exact.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -64,9 +68,9 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return the seconds that each rank would take to compute the first `rows` rows alone.
+        """Return the seconds that each rank would need for the first `rows` rows on its own.
 
-        `stops` are the ends of the runs; a run is a range of consecutive rows that forms one pass.
+        `stops` are the ends of the runs. A run is a range of consecutive rows that forms one pass.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -75,10 +79,10 @@ class AssignmentSearch:
         ]
 
     def try_all(self) -> Iterator[PartialAssignment]:
-        """Yield promising assignments of the batch; better ones tend to come first.
+        """Yield promising assignments of the whole batch; better ones tend to come first.
 
         They differ in the assumed price of a pass and in the fraction of the batch that is assigned
-        in blocks.
+        in blocks of consecutive rows; the rest is assigned row by row.
         """
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
@@ -94,7 +98,10 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield the ends of the runs for each assumed price; one run if padding isn't saved."""
+        """Yield the ends of the runs for each assumed price of a pass.
+
+        If padding isn't saved, the whole batch is one run.
+        """
         if not self._saves_padding:
             yield [len(self._lengths)]
             return
@@ -104,12 +111,12 @@ class AssignmentSearch:
                 yield self._cut(price)
 
     def _cut(self, price: float) -> list[int]:
-        """Return the ends of the runs with the least cost on the fastest device.
+        """Return the ends of the runs with the least total cost on the fastest device.
 
-        A pass costs `price` times its fixed seconds. For each start of the last run, the cost of
-        the rows up to a stop is a line over the stops, and the later the start, the flatter the
-        line. Therefore the search for the lowest line only moves forward, and lines that are never
-        the lowest are dropped (the convex hull trick).
+        The fixed cost of a pass is multiplied by `price`: the higher it is, the fewer runs. For
+        each start of the last run, the cost of the rows up to a stop is a line over the stops, and
+        the later the start, the flatter the line. Therefore the search for the lowest line only
+        moves forward, and lines that are never the lowest are dropped (the convex hull trick).
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -134,7 +141,8 @@ class AssignmentSearch:
     def _list_places(self) -> Iterator[int]:
         """Yield the row indices at which the batch may be cut, then the number of rows.
 
-        The length at a cut is at most 97 % of the length at the previous cut.
+        To limit their number, the length at a cut is at most 97 % of
+        the length at the previous cut.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -144,10 +152,12 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign a block of consecutive rows to each rank, up to the first `rows` rows in total.
+        """Assign the first `rows` rows of the batch in blocks: consecutive rows for each rank.
 
-        Seven time limits are tried, and the assignment with the shortest sufficient limit is
-        returned. Return None if a row doesn't fit on any rank.
+        `stops` are the ends of the runs, which separate passes. The time limit within which each
+        rank must finish is found by bisection with _TRIED_LIMITS attempts, and the assignment with
+        the shortest sufficient limit is returned. The other rows aren't assigned. Return None if a
+        row doesn't fit on any rank.
         """
         if not rows:
             return PartialAssignment(len(self._ranks))
@@ -165,9 +175,10 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign to each rank, fastest first, the next rows that it can compute in `limit` seconds.
+        """Assign to each rank, fastest first, the next rows that it can
+        compute within `limit` seconds.
 
-        Return None if rows are left.
+        `rows` and `stops` are those of `_assign_blocks`. Return None if rows are left over.
         """
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
@@ -189,9 +200,10 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign each row of a run to the rank that would finish first.
+        """Assign each row from `start` to `stop` (a run) to the rank that would finish it first.
 
-        A rank's first row in the run begins a new pass.
+        A rank's first row of the run begins a new pass, and so does a row that exceeds the rank's
+        limits for the current pass. The rows are added to `partial`.
         """
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
@@ -217,7 +229,10 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish a new pass of `row` alone; infinite if it doesn't fit."""
+        """Return when a rank would finish a new pass that has only the row with index `row`.
+
+        `finish` is the rank's current finish time. The result is infinite if the row doesn't fit.
+        """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -230,7 +245,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if at each point one of the two neighbouring lines is below this line."""
+    """True if at each point the steeper or the flatter neighbour is below this line."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -246,9 +261,10 @@ Passes = tuple[
 
 
 class RowAssignment(msgspec.Struct, frozen=True):
-    """The passes of each rank, with each rank's predicted seconds and numbers of tokens.
+    """The passes of each rank, with each rank's predicted seconds and number of tokens.
 
-    `tokens` are counted without padding, `padded` with it.
+    `passes` has, for each rank and pass, the indices of its rows in the batch. `tokens` are counted
+    without padding, `padded` with padding.
     """
 
     passes: Passes
@@ -268,9 +284,9 @@ class RowAssignment(msgspec.Struct, frozen=True):
 
 
 class RowAssigner(msgspec.Struct, frozen=True):
-    """Assigns the rows of global batches to ranks.
+    """Assigns the rows of global batches to ranks and their passes.
 
-    The result depends on the lengths only, so it is the same on every rank.
+    The result depends only on the rows' lengths, so it is the same on every rank.
     """
 
     ranks: tuple[RankCost, ...]
@@ -278,12 +294,13 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these `lengths` so that the predicted finish times are equal.
+        """Assign rows of these `lengths` so that all ranks are
+        predicted to finish at the same time.
 
-        Each rank gets at least one row if there are enough. Rows of equal length are assigned in
-        their order, in proportion to the ratios, like rows without lengths. Other rows are sorted,
-        so that a pass has rows of similar length: it costs its number of rows times the length of
-        its longest row.
+        Each rank gets at least one row if there are enough rows. Rows of equal length are assigned
+        in their order and in proportion to the ratios, like rows without lengths. Other rows are
+        sorted first, so that a pass has rows of similar length, because its cost is its number of
+        rows times the cost of its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
@@ -301,10 +318,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
         return self._make(tuple(assigned), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """Check that lengths and data match, and that each row fits on a rank.
+        """Check that there is a length for each row, and that each row fits on some rank.
 
-        Raises RequestError if there aren't `rows` lengths, a length is negative, or no rank can
-        hold the longest row.
+        Raises RequestError if there aren't `rows` lengths, if a length is negative, or if no
+        rank can hold the longest row.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -352,12 +369,12 @@ class RowAssigner(msgspec.Struct, frozen=True):
 def make_row_assigner(
     batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
 ) -> RowAssigner:
-    """Return an assigner that uses the costs in a plan's shares, or the ranks' rows without costs.
+    """Return an assigner that uses the costs of passes in a plan's shares.
 
-    `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token's
-    time on a rank is assumed to be inversely proportional to the rank's rows in a full batch,
-    whatever the row's length. A rank then computes no more passes than necessary, because the cost
-    of a pass is unknown.
+    `batches` are the rows of each rank, in passes of up to `micros` rows. If the plan has no
+    costs, a token's time on a rank is assumed to be inversely proportional to the rank's rows in a
+    full batch, whatever the row's length. Ranks then compute no more passes than necessary,
+    because the cost of a pass is unknown.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
@@ -371,9 +388,9 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank without rows, from a rank that has several.
+    """Move a row to each rank that has none, from a rank that has several.
 
-    The moved row is the shortest one of all ranks with several rows.
+    The shortest row among all ranks with several rows is moved.
     """
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

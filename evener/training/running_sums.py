@@ -1,4 +1,7 @@
-"""Sums of a rank's step times, over all steps and over recent steps, with their errors. Pure."""
+"""Sums of a rank's step times, over all steps and over recent steps, with standard errors.
+
+This module has no side effects.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ FEWEST_BINS, ERRORS = (
 
 
 class RunningSums:
-    """Sums over all steps, and over recent steps: at least RECENT_STEPS and RECENT_SECONDS."""
+    """Sums of a rank's step times, over all steps and over recent steps.
+
+    Recent steps are at least the last RECENT_STEPS steps and RECENT_SECONDS seconds. Steps are
+    grouped into bins of about a second, from which errors are estimated.
+    """
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
@@ -43,8 +50,10 @@ class RunningSums:
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
         """Add a step, or time that belongs to the next step.
 
-        `step` has the values of the fields of StepSums, in their order, and may be the sum over
-        several steps. `own_s` is the duration of the step that was timed, by default `seconds`.
+        `step` has the values of the fields of StepSums in their order. Its first value is
+        the number of steps; it is 0 for time that belongs to the next step. `seconds` is
+        the total of the durations in `step`. `own_s` is the duration of the step that was
+        timed, by default `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -62,7 +71,8 @@ class RunningSums:
     def take_quick(self) -> float:
         """Return the 5th percentile of step times since the last call, in seconds; 0 without steps.
 
-        Steps this quick were disturbed neither by other programs nor by a checkpoint.
+        Steps this quick were disturbed neither by other programs nor by a checkpoint, so they show
+        how fast undisturbed steps are.
         """
         steps = sorted(self._last_s)
         self._last_s.clear()
@@ -73,10 +83,10 @@ class RunningSums:
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return half of the 95 % interval of each recent mean per step.
+        """Return half of the 95 % interval of each recent mean per step, in the fields of StepSums.
 
-        It is estimated from the differences between bins of steps. With too few bins, it is half of
-        the mean.
+        It is estimated from the differences between bins of steps. With fewer than FEWEST_BINS
+        bins, it is half of the mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
@@ -93,9 +103,9 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the sample standard deviation, 20 times as fast as `statistics.stdev`.
+    """Return the sample standard deviation of the values.
 
-    `statistics.stdev` is slow because it computes with fractions.
+    `statistics.stdev` is 20 times slower, because it computes with fractions.
     """
     middle = sum(values) / len(values)
     return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))

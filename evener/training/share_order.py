@@ -1,6 +1,6 @@
-"""Assign a plan's shares to processes by host and device instead of by rank. Pure.
+"""Assign a plan's shares to processes by host and device instead of by rank.
 
-Without a plan, ratios divide the global batch in rank order.
+Without a plan, ratios divide the global batch in rank order. This module has no side effects.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """Check that every rank can train, and has the same plan and options as rank 0.
+    """Check that every rank can train, and that all have the same plan and the same options.
 
-    Raises PlanError or RequestError, the same on every rank.
+    Raises PlanError or RequestError, with the same message on every rank.
     """
     for rank, info in enumerate(ranks):
         if info.fault:
@@ -60,11 +60,12 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """Return the index in `active` of each rank's share.
+    """Return the index in `active` of the share of each rank.
 
-    Ranks are matched to shares by device or, if no rank's device is found among the shares, by host
-    and local rank. If the shares have no hosts, they are matched in order. Raises PlanError unless
-    each rank has its own share.
+    `active` are the plan's shares that compute. Ranks are matched to shares by device. If no
+    rank's device is found among the shares, they are matched by host and local rank; if the
+    shares have no hosts either, they are matched in order. Raises PlanError unless each rank has
+    a share that no other rank has.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
@@ -75,9 +76,10 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Check and return `places`, the index in `active` of each rank's share.
+    """Check and return `places`, the index in `active` of the share of each rank.
 
-    Raises PlanError, the same on every rank, if a rank has no share or two ranks have the same.
+    Raises PlanError, with the same message on every rank, if a rank has no share (None)
+    or two ranks have the same one.
     """
     for rank, place in enumerate(places):
         if place is None:
@@ -99,10 +101,10 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of a process's share, or None if it has none.
+    """Return the index in `active` of a process's share, found by its device.
 
-    The share is found by the process's device if that is known. Otherwise the local rank is an
-    index into the plan's GPUs that are visible to the process.
+    If the name of the device is unknown, the process's local rank is used as an index into the
+    plan's GPUs that are visible to the process. Return None if no share is found.
     """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
@@ -115,10 +117,10 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of the share of a process whose device has no name.
+    """Return the index in `active` of a process's share, found by its host and its local rank.
 
-    The local rank is an index into the shares of the process's host; None if there are fewer
-    shares. Raises PlanError if the host isn't in the plan.
+    The local rank is an index into the shares of that host. Return None if the host has too few
+    shares. Raises PlanError if the plan doesn't have the host.
     """
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
@@ -133,7 +135,7 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Divide a global batch among processes, by the ratios or as evenly as possible.
+    """Divide a global batch among `world` processes by the ratios; without ratios, evenly.
 
     Raises RequestError if there is no global batch, if a ratio isn't above 0, or if there aren't
     `world` ratios. Raises PlanError if there are fewer rows than processes.

@@ -1,7 +1,7 @@
 """Start a training script on the device that the launcher chose.
 
-Run as `python -m evener.training.start_rank train.py ARGS`. The process replaces itself with the
-script, so nothing of evener is in the script's arguments, modules or tracebacks.
+This module is run as `python -m evener.training.start_rank train.py ARGS`. The process replaces
+itself with the script, so nothing of evener is in the script's arguments, modules or tracebacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Read this process's entry in the EVENER_STARTS variable, then run its script here."""
+    """Read this process's entry in the EVENER_STARTS variable, then replace it with the script.
+
+    Before that, it sets the environment variables, cores and output files of the entry. A rank
+    other than the first waits until the first one releases it, if the entry asks for that.
+    """
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
     ctypes.CDLL(None).prctl(
@@ -45,8 +49,8 @@ def main() -> None:
 def _count_starts(folder: str) -> dict[str, str]:
     """Return TORCHELASTIC_RESTART_COUNT as an environment variable that counts all restarts.
 
-    PyTorch's agent only counts the restarts that a process of its own host has caused, so each
-    start is also recorded in a file. Return {} if agents don't restart ranks.
+    PyTorch's agent only counts the restarts that a process of its own host has caused. Therefore
+    each start is also recorded in a file in `folder`. Return {} if agents don't restart ranks.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}

@@ -1,8 +1,11 @@
-"""Find what limits a running training, from the step times of its ranks. Pure.
+"""Find what limits a running training, from the step times of its ranks.
 
-The rank that reaches the gradient exchange last (the straggler) determines the duration of a step,
-because the other ranks wait for it. A part that takes about as long on every rank limits the whole
-training; a part that takes long on only one rank costs the time that the others wait for that rank.
+The rank that reaches the gradient exchange last (the straggler) determines the duration of a
+step, because the other ranks wait for it. A part that takes about as long on every rank
+limits the whole training run. A part that takes long on only one rank costs the time that
+the others wait for that rank.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """A rank's measured steps; 0 for unknown values."""
+    """The measurements of a rank's steps; durations in seconds, 0 for unknown values."""
 
     name: str
     share: int
@@ -97,8 +100,8 @@ def judge_training(
 ) -> TrainingAnalysis:
     """Return what limits the steps of these ranks.
 
-    `whole` is False if some of the training's ranks are unknown, so that no shares can be advised.
-    `competitors` names the programs that used the cores which this training needed.
+    `whole` is False if some of the training run's ranks are unknown, so that no shares can be
+    advised. `competitors` names the programs that used the cores which this training run needed.
     """
     steps = tuple(
         divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
@@ -118,7 +121,7 @@ def judge_training(
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield all parts of a step except unequal work."""
+    """Yield all parts of a step that may be limits, except unequal work of the ranks."""
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
     yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)
@@ -143,9 +146,9 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part in the StepSums field `name` if it takes at least 5 % of a step.
 
-        A remedy saves the fraction `spared` of the part. If the part takes less than half as long
-        on another rank, its kind is `alone` (if given), and a remedy saves at most the time that
-        other ranks wait.
+        `spared` is the fraction of the part that a remedy saves. If the part takes less than half
+        as long on another rank, its kind is `alone` (if given), and a remedy saves at most the time
+        that other ranks wait for this rank.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -182,9 +185,9 @@ class _Finder:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the ranks that reach the exchange last, or almost last.
+    """Return the indices of the ranks that reach the exchange last, or almost last.
 
-    They wait at most 5 % of a step longer than the rank that waits least.
+    These ranks wait at most 5 % of a step longer than the rank that waits least.
     """
     least_s = min(each.waiting_s for each in steps)
     return [
@@ -199,7 +202,7 @@ def _find_exchange(
 ) -> Iterator[StepPart]:
     """Yield the exchange if it takes at least 10 % of a step on every rank.
 
-    Exchange that overlaps with computation doesn't count.
+    An exchange that overlaps with computation doesn't count, because it costs no time.
     """
     if len(ranks) < 2:
         return
@@ -217,7 +220,11 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the time in which threads wait for cores, a GPU for its host, or own code idles."""
+    """Yield the parts in which the last ranks wait for something on their host.
+
+    These are threads that wait for cores, a GPU that waits for its host to start kernels, and own
+    code that is idle. `competitors` names the programs that used the cores.
+    """
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -248,8 +255,8 @@ def _find_host(
 def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
     """Return the time for which a rank waits for ranks without a core in a step, in seconds.
 
-    It is the rank's whole waiting time if all ranks are starved, because each of them is the last
-    one in some steps; otherwise 0.
+    The rank's whole waiting time counts if all ranks are starved, because each of them is then the
+    last one in some steps. Otherwise the result is 0.
     """
     return step.waiting_s if all(each.starved >= LEAST_SHARE for each in ranks) else 0.0
 
@@ -257,10 +264,10 @@ def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the excess of the slowest rank's compute time (own work) over equal times.
+    """Return the compute time (own work) by which the slowest rank exceeds equal compute times.
 
-    Return None if that excess, or the longest wait of another rank, is less than noise or than 5 %
-    of a step.
+    Return None if that excess, or the longest wait of another rank, is within
+    noise or less than 5 % of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -277,7 +284,7 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time of every rank if rows were divided in proportion to speed."""
+    """Return the ranks' common compute time if rows were divided in proportion to the speeds."""
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -285,7 +292,10 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the advised shares as its remedy and their gain as its gain."""
+    """Return the part with the advised shares as its remedy, and with their predicted step time.
+
+    The part is returned unchanged if `advice` is None.
+    """
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -321,7 +331,10 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the plan's curves, or proportional curves if a curve is missing or implausible."""
+    """Return the plan's curves, or proportional curves if a curve is missing or implausible.
+
+    Curves come from other processes' reports, so they aren't trusted.
+    """
     shares = [each.share for each in ranks]
     curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
     planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
@@ -329,7 +342,7 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step can take that long.
+    """True if the compute time of a step can be this long.
 
     Times are checked because other processes report them.
     """

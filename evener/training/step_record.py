@@ -1,10 +1,13 @@
-"""Compare a training's step times under its first and its last shares. Pure.
+"""Compare a training run's step times under its first and its last shares.
 
 Only undisturbed steps count. The first steps with new shares (warm-up) don't count, because kernels
-are chosen and the allocator grows. Neither do steps in which evener checks the loss or memory runs
-out. A gain is significant if the intervals of both medians don't overlap. Devices may have become
-faster or slower meanwhile: compute time (own work) at the end shows how long the first shares would
-take then. If that differs from the time that they took, the step times can't be compared.
+are chosen and the allocator grows then. Steps in which evener checks the loss or memory runs out
+don't count either. A gain is significant if the intervals of both medians don't overlap. Devices
+may have become faster or slower between both measurements. Therefore the compute time (own work) at
+the end is used to compute how long steps with the first shares would take now. If that differs from
+the time that they took, the step times can't be compared.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Medians of a rank's steps with the shares that they used; 0 for unknown values."""
+    """Medians of a rank's steps with these shares, in seconds; 0 for unknown values."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -84,7 +87,10 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step with the shares that it used; NaN stands for unknown values."""
+        """Add a step with the shares that it used; durations are in seconds, NaN if unknown.
+
+        A `disturbed` step counts only if there are too few undisturbed ones.
+        """
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
             self._now = _ShareSpan(shares)
@@ -105,21 +111,28 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """The medians under the first shares with enough steps; None without any step."""
+        """The medians under the first shares that had enough steps; None if no step was added.
+
+        If no shares had enough steps, they are the medians under the current shares.
+        """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """The medians under the last shares with enough steps; None without any step."""
+        """The medians under the last shares that had enough steps; None if no step was added.
+
+        If no shares had enough steps, they are the medians under the current shares.
+        """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare every rank's medians under the first and the last shares.
+    """Compare the step times under the first and the last shares.
 
-    The gain is computed from the first rank's steps.
+    `first` and `last` have the medians of every rank. The gain is computed from the first rank's
+    steps, because all ranks have the same step time.
     """
     before, after = first[0], last[0]
     expected = _gain_at_present_speed(first, last)
@@ -138,9 +151,10 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain of the last shares over the first shares at the devices' final speed.
+    """Return the gain of the last shares over the first ones that the ranks' compute times predict.
 
-    Return None if a rank's own work is unknown. The rest of a step's time is assumed unchanged.
+    It is computed at the devices' final speed: compute times are assumed proportional to the rows,
+    and the rest of a step's time unchanged. Return None if a rank's compute time is unknown.
     """
     now, then = [], []
     for rank, figures in enumerate(last):
@@ -153,9 +167,10 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median of step times, which are correlated in time.
+    """Return the standard error of the median of step times, in seconds.
 
-    Return 0 if there are too few steps.
+    Steps are correlated in time, so TOGETHER consecutive steps count as one. Return 0 if there are
+    fewer than FEWEST_STEPS steps.
     """
     if len(steps) < FEWEST_STEPS:
         return 0.0

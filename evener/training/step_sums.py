@@ -1,9 +1,12 @@
-"""The parts of a rank's steps, as sums over many steps. Pure.
+"""The parts of a rank's steps, as sums over many steps.
 
-A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
-gradients, and the time between the exchange and the next batch. A single rank can't distinguish its
-waiting from the exchange, so `divide_steps` needs the sums of all ranks. Means are used instead
-of medians, so that work in only every tenth step, such as writing a checkpoint, counts too.
+A step has five parts: input, compute time (own work), waiting for other ranks, the exchange
+of gradients (the all-reduce), and the time between the exchange and the next batch. A single
+rank can't distinguish its waiting from the exchange, so `divide_steps` needs the sums of all
+ranks. Means are used instead of medians, so that work in only every tenth step, such as
+writing a checkpoint, counts too.
+
+This module has no side effects.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class StepSums(msgspec.Struct, frozen=True):
     """A rank's time over a number of steps, in seconds, by activity.
 
-    The parts, from `input_s` to `between_s`, don't overlap. The other durations are included in
-    them.
+    The fields from `input_s` to `between_s` don't overlap and add up to the total. `idle_input_s`
+    and `idle_own_s` are parts of `input_s` and `own_work_s`.
     """
 
     steps: Steps = 0
@@ -55,7 +58,7 @@ class StepSums(msgspec.Struct, frozen=True):
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """Return a field's mean per step; 0 without steps."""
+        """Return the mean per step of the field `name`, in seconds; 0 without steps."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
@@ -64,7 +67,7 @@ class StepSums(msgspec.Struct, frozen=True):
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
     def minus(self, earlier: StepSums) -> StepSums:
-        """Return the sums over the steps since `earlier`."""
+        """Return the sums over the steps since `earlier`, the same rank's earlier sums."""
         mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
 
@@ -85,12 +88,12 @@ class RankStep(NamedTuple):
 
 
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
-    """Return each rank's mean step in five parts.
+    """Return each rank's mean step, divided into five parts.
 
-    `least_meeting_s` has each rank's shortest time (`meeting_s`) from its last gradient to the end
-    of the exchange. The smallest of these times counts as every rank's exchange, because even the
-    rank that arrives last spends it. The rest of `meeting_s` is waiting. A single rank exchanges
-    nothing.
+    `ranks` are the sums of all ranks. `least_meeting_s` has each rank's shortest time from its last
+    gradient to the end of the exchange, in seconds. The smallest of these times counts as the
+    exchange of every rank, because even the rank that arrives last needs that long. The rest of a
+    rank's mean `meeting_s` is waiting. A single rank has no exchange.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]

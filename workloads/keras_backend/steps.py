@@ -1,4 +1,7 @@
-"""The steps of a Keras workload: on one device, by towers, or as one process of a group."""
+"""The steps of a Keras workload: on one device, by towers, or as one process of a group.
+
+Towers are several devices of one process (engine towers).
+"""
 
 from __future__ import annotations
 
@@ -74,13 +77,16 @@ class KerasSteps:
         return split
 
     def attach(self, model: Any) -> None:
-        """Attach the split to the model; a group starts from the first rank's weights."""
+        """Attach the split to the model, so that its steps train by shares.
+
+        In a group, all processes start from the first rank's weights.
+        """
         self.model = model
         model.jit_compile = self.setup.xla
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Switch to the `Split` for these devices.
+        """Make the model use the `Split` for these devices, with or without passes.
 
         Its train function is created on first use.
         """
@@ -128,9 +134,10 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes for this process's devices, without zeros.
+        """Return the sizes of this process's devices, without zeros.
 
-        If the model's parts are on several devices, return only the sum of all sizes.
+        `sizes` are those of all devices. If the model's parts are on several
+        devices, return only their sum.
         """
         if self._placed is not None:
             return [sum(sizes)]
@@ -161,7 +168,10 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step of towers; a batch has a piece of x per device, and the labels of all rows."""
+    """Run one step of towers on a batch that is already on its devices.
+
+    `batch` has a piece of x for each device, then the labels of all rows.
+    """
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(

@@ -1,9 +1,10 @@
-"""A workload from a Keras model and its training data, with the same steps as in `fit`.
+"""A workload made from a Keras model and its training data, with the same steps as in `fit`.
 
-All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host memory each
-step, through the training's pipeline and train function, unless the worker's setup specifies
-otherwise. `sample_batch` is called for a pool of more rows than fit in a processor's caches, which
-are reused in a shuffled order. The user's `training_data` is read as in a training run.
+All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host
+memory in each step, through the training's pipeline and train function, unless the worker's
+setup specifies otherwise. `sample_batch` is called once for a pool of more rows than fit in
+a processor's caches. The pool's rows are reused in a shuffled order. The user's
+`training_data` is read as in a training run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """Training data.
+    """Training data in a form that any split can read.
 
     `batches(split, batch)` returns an endless iterable of global batches of `batch` rows, in the
     form that the split's steps accept.
@@ -47,7 +48,7 @@ class KerasData(NamedTuple):
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
-    """Return data from arrays (x, y) or (x, y, weight).
+    """Return the arrays (x, y) or (x, y, weight) as `KerasData`.
 
     With `made`, the rows are generated, so the number of rows per epoch is unknown.
     """
@@ -64,9 +65,10 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Return data from the datasets that `make(batch)` returns for a batch size.
+    """Return `KerasData` from a function `make` that returns a dataset for a batch size.
 
-    The data's `batches` raises RequestError if `make` returns something else.
+    `rows` is the number of rows per epoch, 0 if unknown. The data's `batches` raises RequestError
+    if `make` returns something else.
     """
 
     def batches(_: Split, batch: int) -> Any:
@@ -95,7 +97,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return data from a reused pool of rows of `sample_batch`.
+    """Return `KerasData` from a pool of rows: the result of a single call of `sample_batch`.
 
     The pool has as many rows as `POOL_BYTES` allows, within `FEWEST_ROWS` and `MOST_ROWS`.
     """
@@ -192,7 +194,7 @@ class KerasWorkload(Workload):
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Start creating batches for these shares.
+        """Start creating batches for these shares, in passes if `micro` isn't empty.
 
         Raises RequestError if this process would get no samples.
         """
@@ -211,10 +213,7 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept` is True.
-
-        If it is False, read the data from the beginning again.
-        """
+        """Reuse one batch in all following steps if `kept`, otherwise read the data anew."""
         if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source
@@ -238,10 +237,7 @@ class KerasWorkload(Workload):
             self._loss = float(self._logs["loss"])
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds spent waiting for rows since the last reading.
-
-        The value is None if the steps don't measure it.
-        """
+        """Return the seconds spent waiting for rows since the last reading; None if unknown."""
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.setup.input == "device":
@@ -307,7 +303,7 @@ class AllocatorMemory(MemoryMeter):
 def configure(setup: WorkerSetup) -> None:
     """Set the precision, the number of threads and each GPU's memory cap.
 
-    Must be called before TensorFlow's first operation.
+    This must be called before TensorFlow's first operation.
     """
     keras.config.set_dtype_policy(setup.precision)
     if setup.threads is not None:
@@ -345,7 +341,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise TooManyElementsError if one GPU has more rows than TensorFlow's kernels support."""
+    """Raise TooManyElementsError if one GPU can't compute `rows` rows in TensorFlow's kernels."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(

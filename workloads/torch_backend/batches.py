@@ -33,9 +33,9 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Yields the rows of an endless number of steps.
+    """Yields this rank's rows for an endless number of steps.
 
-    Each step uses the next rows of one shuffled order, which repeats.
+    Each step uses the next rows of one shuffled order, which is repeated.
     """
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
@@ -82,9 +82,10 @@ class Lengths:
         return (*(rising[setup] for setup in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return the indices (rows,) of the longest rows with at most `length` tokens.
+        """Return the indices of `rows` rows that have at most `length` tokens, the longest first.
 
-        The longest row comes first. Indices are repeated if there are too few such rows.
+        Indices are repeated if there are too few such rows. If there is
+        none, the shortest row is used.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
@@ -99,7 +100,7 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Yields the same rows in an endless number of steps."""
+    """Yields the same rows in each of an endless number of steps."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
@@ -111,7 +112,10 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler append the work of each batch that it draws to its new attribute `works`."""
+    """Make a sampler record the work of each batch that it draws, and return it.
+
+    The work is appended to a new attribute of the sampler, `works`.
+    """
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -124,9 +128,10 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the row lengths from the user; None if there are none or all are equal.
+    """Return the row lengths that the user's code gives.
 
-    Raises RequestError unless there is one whole number per row.
+    Return None if there are none, or if all rows are equally long. Raises RequestError unless there
+    is one whole number for each of the `rows` rows.
     """
     if given is None:
         return None
@@ -150,7 +155,7 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, with the loader options of the training."""
+    """A data set with the loader options that the training uses."""
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -164,7 +169,7 @@ class Data:
     def use_workers(self, count: int) -> None:
         """Load rows with `count` worker processes, which persist over epochs.
 
-        With 0, rows are loaded in the main process.
+        If `count` is 0, rows are loaded in the main process.
         """
         options = self.options
         if not count:
@@ -175,10 +180,10 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches over whole epochs.
+        """Return a sampler of full batches, for the rank `rank` of ranks with `sizes` rows each.
 
-        For a pool, or if a batch has more rows than the data set, the sampler repeats one
-        shuffled order endlessly.
+        It covers whole epochs. For a pool, or if a batch has more rows than the data set, it
+        repeats one shuffled order endlessly instead.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -191,7 +196,8 @@ class Data:
     ) -> UnevenBatchSampler:
         """Return a sampler whose global batches are assigned to the ranks by cost.
 
-        Global batches have equal numbers of rows and start with the epoch's first row.
+        `sizes` are the ranks' mean rows. All global batches have the same number of rows, and the
+        first one starts with the first row of the epoch `epoch`.
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
@@ -202,7 +208,10 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler that repeats the same rows: the longest with at most `length` tokens."""
+        """Return a sampler that repeats the same rows, which have nearly `length` tokens.
+
+        They are the longest rows with at most `length` tokens.
+        """
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -237,8 +246,8 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 class Batches:
     """The batches of this rank's share, epoch after epoch.
 
-    With `on_device`, there is a single batch that stays in the device's memory. `listener` is
-    notified of each batch as it is used, as in a training run.
+    With `on_device`, there is a single batch, which stays in the device's memory. `listener` is
+    notified when a batch is used, as in a training run.
     """
 
     def __init__(
@@ -287,17 +296,17 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the kept batch if there is one.
+        """Return the next batch, or the batch that `keep` has kept.
 
         The batch is on the device, unless batches stay in host memory.
         """
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Make `take` return one batch repeatedly if `kept`, otherwise new batches.
+        """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
 
-        Returns False if the sampler records the work of batches, because it records only batches
-        that are drawn.
+        Return False if the sampler records the work of batches, because it records
+        only batches that are drawn.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -305,7 +314,10 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the work of each pass of the last batch; empty if rows have no lengths."""
+        """Return the work of each pass of `batch`, which `take` returned last.
+
+        The result is empty if rows have no lengths.
+        """
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, AssignedBatch) else (0,))]
@@ -316,7 +328,7 @@ class Batches:
     def wait(self) -> None:
         """Wait until all prefetched batches have arrived.
 
-        Timed steps then load as many batches as they use.
+        The steps that are timed next then load as many batches as they use.
         """
         if self._loader is not None:
             self._loader.wait_until_full()
@@ -380,7 +392,7 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy the batch to a device; copies from pinned memory are asynchronous."""
+    """Copy the tensors of a batch to a device; copies from pinned memory are asynchronous."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

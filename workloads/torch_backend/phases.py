@@ -15,10 +15,11 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Measures the duration of each phase in seconds.
+    """Measures the total duration of each phase of the steps, in seconds.
 
-    On a GPU, the events at the start and end of a phase are enqueued after all earlier work, so
-    time in which the GPU still does earlier work isn't counted.
+    `clock` is the clock of the workload's device. On a GPU, the events at the start and
+    end of a phase are enqueued after all earlier work, so time in which the GPU still
+    does earlier work isn't counted.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -29,7 +30,7 @@ class PhaseClock:
         self._begun: tuple[Phase, Any] | None = None
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
+        """Begin a phase of the current step."""
         self._counts[phase] += 1
         self._begun = None
         if len(self._marks) < MOST_MARKED:
@@ -46,10 +47,10 @@ class PhaseClock:
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase since the last reading.
+        """Return the total seconds of each phase since the last reading.
 
-        The device must have finished the phases. Beyond `MOST_MARKED` phases, the sum is
-        extrapolated.
+        The device must have finished the phases. If there were more than `MOST_MARKED` phases, the
+        total is extrapolated from those that were timed.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():

@@ -1,6 +1,6 @@
 """A recipe's model in shards, trained as by `Split.shard`.
 
-Its rank is one of a group, or is measured alone.
+The process is a rank of a group, or a rank that is measured alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """The shards of a recipe's module on this rank's device.
+    """The shards of a recipe's model on this rank's device.
 
-    After this object is created, the recipe's optimizer updates the shards.
+    Creating this object cuts the recipe's module, whose optimizer then updates the shards. `setup`
+    has the fractions of the ranks.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -69,7 +70,10 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Only hold this rank's part from now on, and take part in the other ranks' collectives."""
+        """Stop computing rows: from now on, only hold this rank's part of the model.
+
+        The rank still takes part in the other ranks' collectives.
+        """
         if self._computes:
             self._computes = False
             self.sharded.compute_nothing()
@@ -86,7 +90,8 @@ class RecipeShards:
         return " ".join(map(str, (*figures, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and an optimizer step's temporary memory.
+        """Return the bytes of the whole model's state, and the
+        temporary bytes of an optimizer step.
 
         Both are extrapolated from this rank's shard in a first step with zero gradients.
         """

@@ -1,6 +1,7 @@
-"""Build the user's model in a single thread, so that processes can be forked with it.
+"""Build the user's model in a single thread, so that the process can be forked afterwards.
 
-A forked child's first parallel operation hangs if PyTorch had several threads before the fork.
+Each forked child then has the model without building it again. If PyTorch had several threads
+before the fork, the child's first parallel operation would hang.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
 class BuiltRecipe:
-    """A recipe that was built before its process knew its device or its group."""
+    """A recipe that is built before the process knows its device or group.
+
+    A recipe is the user's model, optimizer, loss and data. `finish` makes a workload from it once
+    the device and the group are known.
+    """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Build the recipe; exceptions of the user's code propagate."""
+        """Build the recipe of the user's function `name`; errors of the user's code propagate."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)  # as before each build
@@ -34,7 +39,7 @@ class BuiltRecipe:
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
         """Return the workload for a worker's setup.
 
-        Random numbers continue as after the build, and all threads are used again.
+        Random numbers continue as after the build, and PyTorch uses all its threads again.
         """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
@@ -46,7 +51,11 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Replace the functions that return a rank by the results of `noting`."""
+    """Return a context in which the functions that tell a process its rank are replaced.
+
+    `noting` gets such a function and its name, and returns the replacement. This shows whether the
+    user's build depends on the rank, so that its result can't be shared.
+    """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():
         setattr(dist, name, noting(function, f"torch.distributed.{name}()"))

@@ -37,7 +37,7 @@ class Tiles:
 
     @property
     def every(self) -> list[Tensor]:
-        """The tiles in one list, row by row."""
+        """All tiles in one list, row by row."""
         return [part for row in self.parts for part in row]
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> Tiles:
@@ -45,10 +45,10 @@ class Tiles:
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Return a layer's output tiles.
+        """Apply a layer whose windows may cross the borders of tiles, such as a convolution.
 
-        Along each axis, an output position reads `step` input positions and `border` more positions
-        at both ends.
+        `compute` returns the output of a tile. Along each axis, an output position reads `step`
+        input positions and `border` more positions at both ends.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -66,9 +66,9 @@ class Tiles:
     def gather(
         self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """Return this half-open range of the whole image, on `device`.
+        """Return a rectangle of the whole image on `device`.
 
-        Positions outside the image are 0.
+        `rows` and `columns` are half-open ranges. Positions outside the image are 0.
         """
         bands = []
         for tiles, top in zip(self.parts, self.rows, strict=False):
@@ -84,7 +84,7 @@ class Tiles:
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the parts that aren't empty."""
+    """Concatenate the parts that aren't empty along a dimension; return an empty one if all are."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 

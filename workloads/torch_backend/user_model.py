@@ -74,7 +74,7 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """Convert the return value of a user's function to a recipe.
+    """Convert the return value of the user's function `name` to a recipe.
 
     Raises RequestError with the reason if the value is invalid.
     """
@@ -117,9 +117,10 @@ def _check_trained(name: str, module: Any, optimizer: Any) -> None:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """Convert the user's data set, alone or as (data set, loader options), to `Data`.
+    """Convert what the user's function returns as training data to `Data`.
 
-    Raises RequestError if it isn't a data set.
+    It is a data set, or a pair of a data set and loader options. Raises RequestError for anything
+    else. `name` is the function's name, for messages.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -181,7 +182,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Runs the passes of a Trainer as in a training run with a plan.
+    """Runs the passes of a transformers Trainer as in a training run with a plan.
 
     This includes the Trainer's work on the host between passes and between steps.
     """
@@ -195,9 +196,9 @@ class TrainerSteps:
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """Return the loss of a pass.
+        """Return the loss of a pass on `batch`.
 
-        The batch's labels are counted before the forward pass, as by the Trainer.
+        The batch's labels are counted before the forward pass, as the Trainer does.
         """
         trainer = self._trainer
         trainer.model.train()
@@ -304,10 +305,14 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return the rows as `Data` with a trainer's loader options.
+    """Return `rows` as `Data`, with the loader options of a trainer.
 
-    Without workers nothing is prefetched, so a step's rows are loaded when the step begins, while
-    the GPU waits.
+    - `collate` is the trainer's collate function.
+    - `workers` is the number of worker processes.
+    - `pinned` selects pinned memory, if there is a GPU.
+
+    Without workers nothing is prefetched, as in the trainer: a step's rows are loaded when the
+    step begins, while the GPU waits.
     """
     options = {
         "num_workers": workers,
@@ -318,7 +323,7 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair of the module's keyword arguments and an unused target per row."""
+    """Collate rows to a pair: the module's keyword arguments, and an unused target for each row."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 

@@ -1,9 +1,9 @@
-"""A workload from a torch module, an optimizer, a loss and their batches.
+"""A workload made from a torch module, an optimizer, a loss and training data.
 
 It runs the same steps as the user's training. One device runs a plain loop. Several devices have
-one process each, which all-reduce their gradients as in `evener.torch`, or one process in which the
-workload places its own parts. Batches come from host memory each step unless the worker's setup
-specifies otherwise.
+one process each, which all-reduce their gradients as in `evener.torch`. Alternatively, one process
+has several devices, on which the workload places the parts of its model. Batches come from host
+memory in each step, unless the worker's setup specifies otherwise.
 """
 
 from __future__ import annotations
@@ -266,9 +266,9 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch in its passes, as in a training run; return the number of passes.
 
-        With `exchanges`, a pass that runs out of memory is computed again in smaller passes,
-        because the other ranks of the group wait in the all-reduce. The error is recorded for
-        `read_shortage`.
+        `exchanges` are the all-reduces of the group. If there are any, a pass that runs out of
+        memory is computed again in smaller passes, because the other ranks wait in the all-reduce.
+        The error is recorded for `read_shortage`.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
@@ -280,16 +280,17 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error of the first step if it was completed in smaller passes.
+        """Return the out-of-memory error of the first step since `prepare`.
 
-        The first step is the first one since `prepare`.
+        It is empty unless memory ran out and the step was completed in smaller passes.
         """
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add the work of a step to the total.
 
-        A batch that is cut into passes was padded before it was cut, so only the number of passes
+        `works` is the work of its batches, and `passes` the number of its passes. A batch
+        that is cut into passes was padded before it was cut, so only the number of passes
         differs from the work of one pass.
         """
         for work in works:
@@ -308,11 +309,13 @@ class TorchWorkload(Workload, StepListener):
             self._held = self.memory.held()
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory.
+        """Release the memory of a step that ran out of memory; return True if training can go on.
 
-        Returns False if the step failed in the optimizer's update, because the optimizer's state is
-        then incomplete; if a rank of a group didn't complete the step, because other ranks then
-        wait for it; or if clearly more memory stays allocated than before the step.
+        Return False in three cases:
+
+        - The step failed in the optimizer's update, so the optimizer's state is incomplete.
+        - A rank of a group didn't complete the step, so the other ranks wait for it.
+        - Clearly more memory stays allocated than before the step.
         """
         ended = bool(self._short_of_memory)
         if self._updates or not self._noted or (self._group and not ended):
@@ -465,7 +468,7 @@ class TorchWorkload(Workload, StepListener):
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
         """Set the weight of this rank's gradients at the start of a step.
 
-        `sizes` has each rank's rows.
+        `sizes` has the rows of each rank that computes in this step.
         """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
@@ -489,7 +492,7 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Step with the ranks whose share isn't 0.
+        """Train with the ranks whose share isn't 0 from now on.
 
         A new process group is created if the set of ranks has changed, unless the model is sharded.
         """
@@ -578,9 +581,10 @@ def torch_device(name: str) -> torch.device:
 
 
 def join(setup: WorkerSetup, device: torch.device) -> bool:
-    """Create the process group, through a rendezvous file or the first rank's address.
+    """Create the process group of a worker's setup.
 
-    Returns False if there are no other ranks.
+    Ranks find each other through a rendezvous file or the first rank's address. Return
+    False if there are no other ranks.
     """
     if setup.world == 1:
         return False
@@ -596,7 +600,7 @@ def join(setup: WorkerSetup, device: torch.device) -> bool:
 
 
 def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
-    """Return the number of this process's rows.
+    """Return the number of rows of this process, given the shares of all ranks.
 
     Raises RequestError if the shares don't match the setup.
     """

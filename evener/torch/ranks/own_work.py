@@ -1,7 +1,7 @@
 """Time the steps of one rank: compute time (own work), waiting for other ranks, and for data.
 
 Because of the all-reduce of gradients, the backward pass ends at the same time on every rank.
-Therefore a rank's compute time is the time until its last gradient is ready.
+Therefore a rank's compute time ends when its last gradient is ready, before the all-reduce.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ PARTS_END = (
 
 
 class HostClock:
-    """The clock of a CPU, which computes synchronously; its marks are times in seconds."""
+    """The clock of a CPU; its marks are times in seconds, because a CPU computes synchronously."""
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """Return True, because a CPU has computed everything before a mark."""
+        """Return True, because a CPU has computed everything that precedes a mark."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
@@ -105,7 +105,7 @@ class HostClock:
 
 
 class GpuClock:
-    """The clock of a GPU, which computes asynchronously; its marks are CUDA events."""
+    """The clock of a GPU; its marks are CUDA events, because a GPU computes asynchronously."""
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
@@ -124,7 +124,7 @@ class GpuClock:
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """True if the GPU has reached a mark; doesn't wait."""
+        """True if the GPU has reached a mark; returns without waiting."""
         return bool(mark.query())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -181,7 +181,10 @@ class _CpuTimes:
 
 
 class _MarkedStep(NamedTuple):
-    """A finished step with its marks, whose times aren't computed yet."""
+    """A finished step whose times aren't computed yet, because the device may still compute it.
+
+    A mark is a point in time of the device's clock.
+    """
 
     sizes: tuple[int, ...]
     asked: Any  # mark when this batch was requested; None if a loop began with it
@@ -199,7 +202,7 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """Batches whose parts weren't timed; their seconds are measured by the host."""
+    """The batches between two timed batches; their times are measured only by the host."""
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients
@@ -224,10 +227,10 @@ class StepTimer:
     but the sums include its time. If steps are short, only some batches are timed, and represent
     the others in the sums. Files and validation are timed in all batches, by the host.
 
-    A timed batch has marks (`_marks`); for any other batch only the current phase is kept
-    (`_doing`). Little of this code stays in the CPU's cache between two steps of a real model, so
-    the amount of code that runs matters: methods handle batches that aren't timed first, and
-    return.
+    For a timed batch, all marks are recorded (`_marks`). For other batches, only the current
+    phase is (`_doing`). Between two steps of a real model, little of this code is left in the
+    core's cache, so its cost depends on how much of it runs. Therefore each method handles
+    batches that aren't timed first.
     """
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
@@ -324,8 +327,9 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Attribute the time between two steps, which ends now, to files if any were written.
 
-        The written bytes are counted only if that time is long enough to matter, because counting
-        takes microseconds. Therefore they may include bytes written in earlier steps.
+        Written bytes are counted only if that time is long enough to matter, because counting
+        takes microseconds. Therefore they may include bytes written in earlier steps. `marks`
+        are those of the current batch.
         """
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
@@ -340,13 +344,16 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the time between two steps for files if any were written, in an untimed batch."""
+        """Attribute the time between two steps to files if any were written.
+
+        That time ends now. This method is for batches that are not timed.
+        """
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call, or 0 at first."""
+        """Return the bytes that this thread has written since the last call; 0 at first."""
         if self._writes is None:
             self._writes = ThreadWrites()
             self._written = self._writes.count_bytes()
@@ -355,7 +362,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """End this rank's own work, because the last gradient of a pass is ready.
+        """End this rank's compute time (own work), because the last gradient of a pass is ready.
 
         It is called in each pass of a batch; the call in the last pass counts.
         """
@@ -375,9 +382,9 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Check whether the GPU is behind its host when the host has enqueued the last all-reduce.
+        """Check whether the GPU is behind its host, when the host has enqueued the last all-reduce.
 
-        It is behind if it hasn't computed the last gradient yet.
+        The GPU is behind if it hasn't computed the last gradient yet.
         """
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -393,7 +400,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_update(self) -> None:
-        """Begin the phase of an optimizer's step."""
+        """Begin the phase in which the optimizer updates the weights."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -421,7 +428,7 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """End the phase of an optimizer's step."""
+        """End the phase in which the optimizer updates the weights."""
         if self._timed:
             self._enter(BETWEEN, UPDATE)
         elif self._doing == UPDATE:
@@ -429,7 +436,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Begin a validation batch; does nothing while a training step computes."""
+        """Record that a validation batch begins; does nothing while a training step computes."""
         if self._doing is not None:
             self._note_untimed_validation()
             return
@@ -447,7 +454,7 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Begin a validation batch in a batch that isn't timed.
+        """Record that a validation batch begins, after a training batch that isn't timed.
 
         Validation lasts until its last batch begins, or until its end if it has only one batch.
         """
@@ -466,7 +473,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Enter a context in which this rank waits for others; its time isn't own work."""
+        """Return a context in which this rank waits for others; its duration isn't own work."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -489,9 +496,10 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass; return True if this interrupts own work.
+        """Begin to wait for other ranks within a pass, as a sharded model does.
 
-        Outside of own work, do nothing and return False.
+        Return True if this interrupts own work; `end_wait` must then be called. Outside of own
+        work, do nothing and return False.
         """
         if self._doing == OWN:
             self._doing = SUM
@@ -515,9 +523,9 @@ class StepTimer:
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
-        """End a step when the loop requests its next batch.
+        """End a step, because the loop requests its next batch.
 
-        Returns True if the step's gradients were computed and all-reduced.
+        Return True if the step counts: its gradients were computed, or an optimizer has used them.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -603,7 +611,7 @@ class StepTimer:
         return [self._describe(*each) for each in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Compute the times of steps that the device has finished since the last call."""
+        """Compute the times of the steps that the device has finished since the last call."""
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             spent = self._time(marked)
@@ -618,7 +626,8 @@ class StepTimer:
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
-        Time for files and validation isn't weighted, because it is measured in every batch.
+        `spent` has its times. Time for files and validation isn't weighted, because
+        it is measured in every batch.
         """
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
@@ -632,7 +641,7 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the times of the last steps by part, oldest first."""
+        """Return the number and the times of the last steps, oldest first."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
@@ -643,7 +652,7 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the median times of the last steps: of this device, and of the whole step.
+        """Return the medians over the last steps: the device's times, and the times of whole steps.
 
         An unknown time is 0.
         """
@@ -734,9 +743,9 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks that belong to this step, without the one that the next step shares.
+    """Return the marks of a step that may be reused, each once.
 
-    Each is returned once, even if two phases begin at the same mark.
+    They don't include a mark that the next step shares. Two phases may begin at the same mark.
     """
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
@@ -746,12 +755,12 @@ def _list_marks(marked: _MarkedStep) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the smaller of two durations in seconds, or NaN if one of them is NaN."""
+    """Return the smaller of two durations in seconds; NaN if one of them is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
 def _positive(seconds: float) -> float:
-    """Return a duration in seconds, or 0 if it is negative or NaN."""
+    """Return a duration in seconds; 0 if it is negative or NaN."""
     return seconds if seconds > 0 else 0.0
 
 
@@ -773,21 +782,22 @@ def _add_spans(
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the sum of gradients has just ended."""
+    """True if the sum of gradients has just ended, according to the marks of a batch."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's times for input, own work, waiting for ranks and between steps, in seconds.
+    """Return a step's times of input, own work, waiting for ranks and between steps, in seconds.
 
-    `sums` are the step's times in the order of StepSums.
+    These four times, in the order of LastStep, add up to the step. `sums` are the step's times in
+    the order of the fields of StepSums.
     """
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Return how many seconds this thread hasn't computed, from an arbitrary start."""
+    """Return how long this thread hasn't computed, in seconds since an arbitrary start."""
     return time.perf_counter() - time.thread_time()
 
 
@@ -839,7 +849,7 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step; `rows` is the number of this rank's rows in it.
+        """Report a finished step with `rows` rows of this rank to the monitor.
 
         `tokens` has the numbers of tokens in these rows, without and with padding.
         """
@@ -961,7 +971,7 @@ def _note_updated(*_: Any) -> None:
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Notify timers that an optimizer's step begins.
+    """Notify all timers that an optimizer's step begins; a hook for all optimizers.
 
     If the step has a closure, as in Lightning, timers are notified once the closure has computed
     the gradients. The first element of `arguments` is the optimizer itself.

@@ -1,4 +1,4 @@
-"""Detect that another rank has exited: each rank writes a note to the group's store as it exits.
+"""Detect that another rank has exited: each rank writes a note to the group's store when it exits.
 
 NCCL waits for minutes for a rank that has exited, and reports nothing. If ranks train on GPUs, a
 thread of each rank reads the store once a second, which doesn't slow the steps.
@@ -42,7 +42,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """The note that a rank writes to the store as it exits."""
+    """The note that a rank writes to the store when it exits."""
 
     error: str | None = None  # its error; empty without an error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
@@ -66,10 +66,10 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Watches the other ranks of the default process group.
+    """Watches the other ranks of the default process group, and reports if one has exited.
 
-    `read_progress` returns the number of batches that this rank has begun, and its current
-    activity.
+    `read_progress` returns the number of batches that this rank has
+    begun, and its current activity.
     """
 
     newest: PeerWatcher | None = None
@@ -185,7 +185,7 @@ class PeerWatcher:
     def _wait_for_gpu(self) -> Thread:
         """Return a thread that runs until the GPU has finished its work.
 
-        Any call to the GPU may block until then, so this needs a separate thread.
+        A separate thread is needed, because any call to the GPU may block until then.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)

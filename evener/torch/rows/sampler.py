@@ -27,7 +27,7 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """The rows of each epoch in the user's `order`.
+    """The row numbers of each epoch, in the order that the user's `order` yields.
 
     The order is drawn again for each epoch, with a random seed that depends on `seed` and the
     epoch. Raises RequestError unless `order` yields row numbers from 0 to `rows` - 1, and the same
@@ -44,7 +44,7 @@ class RowOrder:
         return len(self._drawn)
 
     def draw(self, epoch: int) -> torch.Tensor:
-        """Return the epoch's row numbers as an int64 tensor of shape (rows,)."""
+        """Return the row numbers of an epoch as an int64 tensor of shape (rows,)."""
         if epoch != self._epoch:
             drawn = self._draw(epoch)
             if len(drawn) != len(self._drawn):
@@ -90,7 +90,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a copy of a sequence of integers as a 1-d int64 tensor, or None for other values."""
+    """Return a copy of a sequence of integers as a 1-d int64 tensor; None for other values."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -101,7 +101,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of one epoch, computed from the seed of the training run."""
+    """Return the random seed of one epoch, computed from the training run's `seed`."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -112,7 +112,10 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares of one loop, which began at row `position` of its epoch, and their changes."""
+    """The shares of one loop over the batches, and their changes.
+
+    The loop began at row `position` of its epoch.
+    """
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -132,11 +135,15 @@ class ShareSchedule:
 class UnevenBatchSampler:
     """Yields batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`.
 
-    No batch is empty. `shares` has the number of rows of each rank in a full global batch;
-    `change_shares` changes it. `order` replaces `shuffle`. With `join_tail`, a last batch with
-    fewer rows than ranks is joined to the batch before it. With `without_rows`, ranks may have a
-    share of 0, and compute filler rows. Raises RequestError if the shares, the length or the rank
-    is invalid.
+    No batch is empty.
+
+    - `shares` has the number of rows of each rank in a full global batch; `change_shares` changes
+      it.
+    - `order` replaces `shuffle`.
+    - With `join_tail`, a last batch with fewer rows than ranks is joined to the batch before it.
+    - With `without_rows`, ranks may have a share of 0, and compute filler rows.
+
+    Raises RequestError if the shares, the length or the rank is invalid.
     """
 
     is_by_length = False  # True if rows are assigned by length, in passes
@@ -179,7 +186,10 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change to `shares`; in running loops, after the next `ahead` batches."""
+        """Change the shares of later batches; in running loops, after the next `ahead` batches.
+
+        Batches may already be prefetched with the current shares.
+        """
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
@@ -209,11 +219,12 @@ class UnevenBatchSampler:
 
     @property
     def schedule(self) -> ShareSchedule:
-        """The share schedule of the newest loop."""
+        """The shares and their changes in the newest loop over the batches."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the next `first` row numbers of the epoch, and up to `more` evenly spaced ones.
+        """Return row numbers of the epoch: the next `first` ones, and up
+        to `more` evenly spaced ones.
 
         The result is the same on every rank, and has no duplicates.
         """
@@ -223,7 +234,7 @@ class UnevenBatchSampler:
         return list(dict.fromkeys(rows))
 
     def set_epoch(self, epoch: int) -> None:
-        """Start `epoch` at its first row."""
+        """Continue with the first row of `epoch`."""
         self.epoch = epoch
         self.position = 0
 
@@ -290,9 +301,10 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the number of rows in the last step, or None if it weights ranks like other steps.
+        """Return the number of rows in the last step if the ranks' weights differ in it.
 
-        If each step may weight the ranks differently, return an object that equals no other.
+        Return None if the last step weights the ranks like all other steps. If each step may weight
+        them differently, return an object that equals no other.
         """
         if self.changes or self.is_by_length:
             return (
@@ -310,7 +322,7 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over this rank's rows of each step, as int64 tensors (rows,).
+        """Return an iterator over this rank's row numbers in each step, as int64 tensors (rows,).
 
         The iteration starts at the current position, with a new share schedule.
         """
@@ -335,26 +347,36 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step; here it yields the fetched batches."""
+        """Return an iterator over the batch of each step, made from the loader's `fetched` batches.
+
+        Here, each fetched batch is one step. LengthSampler joins the passes of a step.
+        """
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context for a loop over these batches; here it changes nothing."""
+        """Return the context in which the loader iterates over these batches.
+
+        Here, it has no effect. LengthSampler turns off cuDNN's attention in it.
+        """
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        Both numbers are 0 if rows have no lengths.
+        The batch begins with row `first` of the epoch. Here, both numbers are 0,
+        because rows have no lengths.
         """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's row order in an epoch, or None if there is none."""
+        """Return a digest of the user's row order in an epoch; None if the user gives no order."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the position in the data after `steps` more steps; it is equal on all ranks."""
+        """Return the position in the data after `steps` more steps, for a checkpoint.
+
+        The state is the same on all ranks.
+        """
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
@@ -363,9 +385,9 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position in `state`; shares and the number of ranks may differ.
+        """Continue at the position in `state`, the result of `state_dict`.
 
-        Raises RequestError if the order of rows differs.
+        Shares and the number of ranks may differ. Raises RequestError if the order of rows differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -391,7 +413,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention, which PyTorch can do only for the whole process."""
+    """Turns off cuDNN's attention, a setting of the whole process, for several loops."""
 
     def __init__(self) -> None:
         self._loops = 0  # number of running loops that need it off
@@ -399,7 +421,7 @@ class _CudnnAttention:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Enter a context in which cuDNN's attention is off.
+        """Return a context in which cuDNN's attention is off.
 
         Such contexts may overlap. The last one to end restores the setting from before the first.
         """
@@ -486,9 +508,10 @@ class LengthSampler(UnevenBatchSampler):
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the number of rows that count in each of this rank's passes over a batch.
+        """Return the number of rows in each of this rank's passes over a batch.
 
-        The batch begins with row `first` of the epoch.
+        The batch begins with row `first` of the epoch. If this rank has no rows in it, the result
+        is one pass with 0 rows, in which a filler row is computed.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
@@ -501,11 +524,11 @@ class LengthSampler(UnevenBatchSampler):
         return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over the row numbers of each pass, from the current epoch and position."""
+        """Return an iterator over the row numbers of each pass, from the current position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches; each is a list with the row numbers of each pass.
+        """Return an iterator over the steps; each is a list with the row numbers of each pass.
 
         The iteration starts at the current epoch and position.
         """
@@ -523,14 +546,16 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context for a loop over these batches: cuDNN's attention is off in it."""
+        """Return a context in which cuDNN's attention is off.
+
+        cuDNN would build a plan for each new shape, and nearly every pass has a new shape.
+        """
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Iterate over the batch of each step, made from the fetched passes.
+        """Return an iterator over the batch of each step, made from the `fetched` passes.
 
-        It is an AssignedBatch, or the fetched pass itself if no batch has several passes on any
-        rank.
+        A batch is an AssignedBatch, or the fetched pass itself if no rank ever has several passes.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
