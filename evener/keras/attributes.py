@@ -96,9 +96,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace each tensor that the last call stored by the tensor
-        with the same name in `leaves`.
-        """
+        """Replace each tensor that the last call stored by the tensor of this name in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

@@ -163,9 +163,7 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Check in the next step whether the user has changed watched
-        variables; see `_see_changes`.
-        """
+        """Check in the next step whether watched variables have changed; see `_see_changes`."""
         self._looks = True
 
     def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
@@ -336,8 +334,7 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; warn and return None if a row's random numbers
-        depend on where it is computed.
+        """Return the steps; None if a row's random numbers depend on where it is computed.
 
         In that case, the steps can't be compared.
         """
@@ -485,9 +482,7 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return the finding that a step can't compute `what`, some rows of
-        a batch, without the others.
-        """
+        """Return the finding that `what`, some rows of a batch, can't be computed alone."""
         said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
 
@@ -591,8 +586,7 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference between the gradients, else
-        between the losses; None if equal.
+        """Return the largest difference of gradients, else of losses; None if there is none.
 
         Losses are compared because gradients of 0 would hide a difference. They aren't compared if
         `moved` isn't empty, which means that values or labels were changed. The tolerance is
@@ -702,8 +696,7 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if an attribute has different values after
-        the two steps; None otherwise.
+        """Return a finding if an attribute differs after the two steps; None otherwise.
 
         Only plain values such as numbers are compared, for example a counter of calls. Only eager
         steps are compared, because the Python code of other steps runs only once.
@@ -766,9 +759,7 @@ class StepAudit:
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding about a variable whose values differ between
-        processes; None if there is none.
-        """
+        """Return a finding about a variable that differs between processes; None otherwise."""
         if self._group is None:
             return None
         weights = {id(each.value.handle) for each in self._model.trainable_variables}

@@ -160,8 +160,7 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes as they were after `call`, so that
-        the loss can be computed again.
+        """Set the model's attributes as `call` left them, so that its loss can be computed.
 
         The loss may read tensors that the model's call has stored in attributes.
         """
@@ -272,8 +271,9 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return the variables that a step uses, other than weights,
-    metrics, optimizer state and seeds.
+    """Return the variables that a step uses, without weights, metrics and seeds.
+
+    Variables of the optimizer aren't included either.
     """
     others = [
         *model.trainable_variables,
@@ -290,8 +290,7 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return other values for variables that hide effects, by key, and
-    the names of these variables.
+    """Return other values for variables that hide effects, and these variables' names.
 
     Variables that are 0 get nonzero values, because they may hide a term of the loss. Counters get
     the value of a late step, because a term may start late.
@@ -412,8 +411,7 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, once
-    for each floating-point type.
+    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, for each float type.
 
     All types get the same signs.
     """
@@ -439,9 +437,7 @@ def _name_weights(model: Any) -> dict[int, str]:
 
 
 def computes_in_half(model: Any) -> str:
-    """Return the 16-bit type, such as "bfloat16", in which some layer
-    computes; "" if there is none.
-    """
+    """Return the 16-bit type in which some layer computes; "" if there is none."""
     kinds = {layer.compute_dtype for layer in (model, *all_layers(model))}
     return next((kind for kind in ("bfloat16", "float16") if kind in kinds), "")
 

@@ -135,8 +135,7 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return this object's `fit` or `evaluate`, with the signature
-        and docstring of Keras' method.
+        """Return this object's `fit` or `evaluate` with the signature of Keras' method.
 
         An error in it also makes the other processes of a group fail.
         """

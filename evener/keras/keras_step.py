@@ -285,16 +285,13 @@ def call_on_copies(
 
 
 def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list[Any], list[Any]]:
-    """Call the model; return the outputs, the losses that layers added
-    and the regularizers' losses.
-    """
+    """Call the model; return the outputs, the layers' losses and the regularizers' losses."""
     outputs = call_model(model, x, training)
     return outputs, *split_losses(model, list(model.losses))
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split the losses of a call into those that layers added and those
-    of the weights' regularizers.
+    """Split the losses of a call into the layers' losses and the regularizers' losses.
 
     Keras lists the regularizers' losses last.
     """

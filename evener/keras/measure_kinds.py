@@ -151,8 +151,7 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return the kinds, measured on the first rows of a batch (x, y,
-    weight) and on two parts of them.
+    """Return the kinds, measured on the first rows of a batch and on two parts of them.
 
     `step` is Keras' own step on such rows. `partial` is True if each part of a batch has its own
     loss, so that the loss has to be measured too.
@@ -416,8 +415,7 @@ def _negate(leaf: Any) -> Any:
 
 
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
-    """Yield (x, y, outputs, weight) unchanged, then with other masks,
-    other weights and other labels.
+    """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
 
     `call` is the model's call on the rows. Each variant distinguishes a kind of loss that the
     original rows may not distinguish.

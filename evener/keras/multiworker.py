@@ -156,9 +156,7 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call Keras' method `name` on a batch; create the model's
-        weights from x first, if necessary.
-        """
+        """Call Keras' method `name`; create the model's weights from x first, if necessary."""
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
@@ -452,8 +450,7 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Return the sums of `tensors` over the processes; also record
-        all processes' compute times.
+        """Sum `tensors` over the processes; also record all processes' compute times.
 
         The compute times and the digests of the batches are sent with the same collective, as
         type `kind`. `times` has the time at which this process's step began, and the time at

@@ -93,9 +93,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True if the state belongs to a metric, except a metric that is
-        the loss of a single output.
-        """
+        """True if the state belongs to a metric that isn't the loss of a single output."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(

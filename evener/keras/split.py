@@ -158,8 +158,7 @@ class Split:
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
-        """Create a model in the scope of the first device, and make it
-        train on the split's devices.
+        """Create a model on the first device, and make it train on the split's devices.
 
         `make_model` is a function that returns a compiled model. If it is a model, it
         is passed to `model` directly.

@@ -127,8 +127,7 @@ class SurvivingStep:
         self._spec = spec
 
     def as_one(self, data: Tensors) -> dict[str, Any]:
-        """Run the whole step in the graph that is being traced, instead
-        of in two graphs of its own.
+        """Run the whole step in the graph that is being traced, instead of in two graphs.
 
         Such a step fails if memory runs out.
         """

@@ -120,8 +120,7 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Divide TensorFlow's CPU into `count` logical devices, so that it
-    can compute as several towers.
+    """Divide TensorFlow's CPU into `count` logical devices, for as many towers.
 
     Does nothing if `count` is below 2 or the CPU is already divided. Raises DeviceError if
     TensorFlow has already started.

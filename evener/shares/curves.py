@@ -247,8 +247,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which the throughput of this device
-        may peak, in increasing order.
+        """Return the step times at which this device's throughput may peak, in rising order.
 
         They are the times at the knots of the single-pass curve, at shares whose passes all have
         `rows` rows, and at `ceiling` samples.

@@ -41,8 +41,9 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """True if devices have a maximum number of rows per pass, so that
-        they may need several passes.
+        """True if devices have a maximum number of rows per pass.
+
+        They may then need several passes.
         """
         return bool(self.micros)
 
@@ -55,8 +56,7 @@ class Cut:
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """Return the boundaries of the slices of a batch of `rows` rows, one
-        more than there are devices.
+        """Return the boundaries of the devices' slices of a batch of `rows` rows.
 
         Device i gets the rows from bounds[i] to bounds[i + 1]. `rows` is an int or an int64 scalar
         tensor, and the boundaries have the same type.

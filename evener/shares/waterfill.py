@@ -416,8 +416,7 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """An interval of finish times in which the throughput of `devices`
-    devices first reaches a rate.
+    """An interval of finish times in which `devices` devices first reach a throughput.
 
     The interval is from `early` to `late`, in seconds without the gradient exchange. `samples` is
     the number of samples that these devices can compute by `late`.

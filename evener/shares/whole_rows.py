@@ -15,9 +15,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless all `ratios` are finite and
-    non-negative, and at least one is above 0.
-    """
+    """Raise RequestError unless `ratios` are finite, non-negative and not all 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:

@@ -49,8 +49,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Return a context that catches Ctrl-C, SIGTERM and SIGHUP instead of
-    letting them end the process.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP don't end the process.
 
     The context's value is a list to which the number of each received signal is appended.
     """

@@ -816,8 +816,7 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks have different reference gradients of
-        the same rows; None otherwise.
+        """Return a verdict if ranks' reference gradients of the same rows differ, else None.
 
         If a difference may come from rounding, return None and let the
         next audits measure rounding.

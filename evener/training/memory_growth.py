@@ -43,9 +43,7 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak in bytes of a pass of `rows` rows; 0
-        before any peak is recorded.
-        """
+        """Return the predicted peak of a pass of `rows` rows, in bytes; 0 without any peak."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
@@ -67,8 +65,7 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows per pass if `beside_bytes` of other
-        data are held during the pass.
+        """Return the maximum rows of a pass while `beside_bytes` of other memory are in use.
 
         The fraction `left` of the capacity stays free. Return 0 if peaks of fewer than two sizes
         were recorded, because they don't show which part of the memory depends on the rows.

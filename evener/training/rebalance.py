@@ -292,8 +292,7 @@ class Rebalancer:
         return Room(limit, limit * self._passes)
 
     def _learn(self) -> bool:
-        """Learn the cost of passes and the fixed part of compute time
-        from the last change of shares.
+        """Learn the cost of passes and the fixed part of compute time from the last change.
 
         Return True if anything was learned, so that predictions have changed.
         """
@@ -623,8 +622,9 @@ def _slope(curve: Curve, share: int) -> float:
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if the change from `now` to `then` undoes at least half of
-    the one from `before` to `now`.
+    """True if the change from `now` to `then` undoes at least half of the previous one.
+
+    The previous change is from `before` to `now`.
     """
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))

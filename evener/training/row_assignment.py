@@ -175,8 +175,7 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign to each rank, fastest first, the next rows that it can
-        compute within `limit` seconds.
+        """Assign to each rank, fastest first, the next rows that it computes in `limit` seconds.
 
         `rows` and `stops` are those of `_assign_blocks`. Return None if rows are left over.
         """
@@ -294,8 +293,7 @@ class RowAssigner(msgspec.Struct, frozen=True):
     saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
-        """Assign rows of these `lengths` so that all ranks are
-        predicted to finish at the same time.
+        """Assign rows of these `lengths` so that all ranks should finish at the same time.
 
         Each rank gets at least one row if there are enough rows. Rows of equal length are assigned
         in their order and in proportion to the ratios, like rows without lengths. Other rows are

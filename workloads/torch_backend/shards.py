@@ -90,8 +90,7 @@ class RecipeShards:
         return " ".join(map(str, (*figures, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and the
-        temporary bytes of an optimizer step.
+        """Return the bytes of the whole model's state, and an optimizer step's temporary bytes.
 
         Both are extrapolated from this rank's shard in a first step with zero gradients.
         """

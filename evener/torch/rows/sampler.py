@@ -223,8 +223,7 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return row numbers of the epoch: the next `first` ones, and up
-        to `more` evenly spaced ones.
+        """Return the epoch's next `first` row numbers, and up to `more` evenly spaced ones.
 
         The result is the same on every rank, and has no duplicates.
         """
