@@ -164,13 +164,14 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_expensive(self, seconds: float) -> bool:
-        """True if `seconds` are more than a small part of the remaining time."""
+        """True if `seconds` are more than 5 % (`PRICE`) of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
     def is_cheap(self, seconds: float) -> bool:
-        """True if `seconds` are a small part of the remaining time.
+        """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
 
-        A probe that takes so little may run even if no gain is expected from it.
+        A probe that takes so little may run even if no gain is expected from it. Always False after
+        the race if the budget is unlimited, because every probe would be cheap then.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
@@ -229,7 +230,11 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return the time, in seconds, that the search may have spent when the stage ends."""
+        """Return how much time the search may have spent when the stage ends, in seconds.
+
+        Turns of the race and of its knobs after the first must end earlier. After the race, every
+        stage may use nearly all of the budget.
+        """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -290,7 +295,7 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        """The highest samples/s of each device alone."""
+        """The highest measured samples/s of each device alone, by position."""
         rates: dict[int, float] = {}
         for seen in self._timed:
             layout = seen.probe.layout

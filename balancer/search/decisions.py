@@ -63,7 +63,10 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return the purpose of a real step over several devices."""
+    """Return a message about a real step over several devices and its purpose.
+
+    `split_before` is True if a split was already measured.
+    """
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."

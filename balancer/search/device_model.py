@@ -84,7 +84,10 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The curve of the device in its own process, while the other devices compute too."""
+        """The device's curve in its own process, while the other devices compute too.
+
+        It is fitted to the points of all devices of its group; None if there are none.
+        """
         return fit_curve(self.group_points, self._among)
 
     @cached_property
@@ -117,7 +120,10 @@ class DeviceModel:
 
     @cached_property
     def requested_rows(self) -> int:
-        """The maximum number of rows of one pass that the request allows."""
+        """The maximum rows of one pass that the request allows, whatever the memory.
+
+        `UNBOUNDED` if the request sets no limit.
+        """
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
         given = [limit for limit in limits if limit is not None]
@@ -137,7 +143,7 @@ class DeviceModel:
 
     @cached_property
     def certain_rows(self) -> int:
-        """The largest share that certainly fits in one pass."""
+        """The largest share that certainly fits in one pass; 0 if the device never ran."""
         return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
@@ -212,7 +218,11 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """True if the device may compute its share of a fixed batch in several passes."""
+        """True if the device may compute its share of a fixed batch in several passes.
+
+        False for a free batch, which is reduced instead, and after a failure that passes may have
+        caused.
+        """
         fixed = self._problem.global_batch is not None
         return self._problem.micro and fixed and not self.evidence.undivided
 

@@ -164,7 +164,11 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why a search without further probes is over."""
+        """Return why the search is over, provided that it has no further probes.
+
+        The reasons are checked in order: no device can train, nothing fits, the budget is spent,
+        and finally that more measurements would gain nothing.
+        """
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -232,7 +236,7 @@ class Evaluation:
 
     @cached_property
     def budget(self) -> Budget:
-        """The part of the budget that is left, and the cost of probes."""
+        """What is left of the budget, and what probes cost."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
@@ -364,7 +368,10 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative half-width of the interval of one lone step."""
+        """The relative half-width of a lone step's 95 % interval.
+
+        It is estimated from all lone steps of the search.
+        """
         lone = [one for one in self._seen.timed() if one.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
@@ -520,5 +527,5 @@ class Evaluation:
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if a measurement couldn't distinguish the layout's shares from another layout's."""
+    """True if a measurement couldn't distinguish the layout from at least one of `others`."""
     return any(same_measurement(layout, each) for each in others)

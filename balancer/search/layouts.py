@@ -43,14 +43,17 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def needs_more_children(self) -> bool:
-        """True if the race will start child processes that exploration doesn't."""
+        """True if the race will start child processes that exploration doesn't.
+
+        Exploration then gets a smaller part of the budget.
+        """
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
 
     @property
     def with_splits(self) -> bool:
-        """True if exploration measures splits."""
+        """True if exploration measures splits, because a requested family uses them."""
         return any(family.explored for family in self.wanted)
 
 

@@ -257,7 +257,10 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """The curve and the largest share of each live device in a split."""
+        """The curve and the largest share in one pass of each live device in a split.
+
+        Devices without a curve, or without a share that may fit, are left out.
+        """
         found = []
         for position in self.live:
             device = self.devices[position]

@@ -156,7 +156,10 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages before the race in which nothing else ran at the same time."""
+        """The stages before the race in which no other probe ran at the same time.
+
+        They include the solo stage if there is only one device.
+        """
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
@@ -263,7 +266,7 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Return how many bytes of a device other processes leave; None if unknown."""
+        """Return how many bytes of a device's memory other processes leave; None if unknown."""
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
@@ -285,7 +288,7 @@ class Observations:
         return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
     def failures_to_retry(self) -> list[Probe]:
-        """Return the probes that failed once and are worth a retry."""
+        """Return the probes whose failures are worth a retry, sorted by `order_probe`."""
         found = [seen.probe for seen in self._seen.values() if self._is_worth_retry(seen)]
         return sorted(found, key=order_probe)
 
@@ -348,7 +351,7 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True for a split of whole models by rows, without other knobs."""
+    """True for a split by number of rows without knobs in which devices hold the whole model."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs

@@ -77,7 +77,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """Every measured pack, by number of trainings and then by falling batch."""
+        """All observations of packs, sorted by number of trainings and then by falling batch."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -110,7 +110,10 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if all attempts ran out of memory and a smaller batch is worth another attempt."""
+        """True if all attempts ran out of memory and a smaller batch is worth another attempt.
+
+        `tries` are the observations of packs of `size` trainings.
+        """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
@@ -137,7 +140,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The maximum number of trainings that can fit."""
+        """The maximum number of trainings that can fit on the device, up to `MOST_PROCESSES`."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:

@@ -39,7 +39,11 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next measurement; empty when the race is over."""
+        """Return the next probe, as a tuple of one; empty when the race is over.
+
+        First, each candidate is measured once, and packs grow. Then candidates that may still win
+        get more turns, and finally the winner is measured with each knob.
+        """
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (
@@ -91,7 +95,10 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The measured turns of each candidate that is still in the race, by layout."""
+        """The measured turns of each candidate that is still in the race, by layout.
+
+        They are empty for a candidate that hasn't been measured yet.
+        """
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property

@@ -101,7 +101,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> Interval:
-        """The duration of one optimizer step at this rate, in seconds."""
+        """The duration of one optimizer step in seconds, calculated from `throughput`."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -158,7 +158,10 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
+    """Return the synchronous layouts that are slower than the leader by at most the tolerance.
+
+    Other layouts have global batches that can't be compared with the leader's.
+    """
     synchronous = [one for one in ran if one.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
@@ -246,7 +249,7 @@ def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(interval: Interval, value: float) -> Interval:
-    """Return an interval of the same width around another value, not below 0."""
+    """Return an interval of the same width with `value` in its middle, cut off at 0."""
     half = (interval.high - interval.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 

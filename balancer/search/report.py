@@ -15,7 +15,7 @@ from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a search between two probes, or at its end."""
+    """The results of a search, between two probes or at its end."""
 
     problem: Problem
     options: LayoutOptions

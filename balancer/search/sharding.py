@@ -195,7 +195,10 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes of each device that an allocator can use; shorter if some are unknown."""
+        """The bytes of each device that the framework's allocator can use.
+
+        Devices whose memory is unknown are left out, so the list may be shorter than the devices.
+        """
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
@@ -221,7 +224,10 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """The number of whole steps that ran out of memory on each device."""
+        """The number of whole steps that ran out of memory on each device, by position.
+
+        If an observation doesn't name devices, it counts for all that took part.
+        """
         counts = [0] * self._problem.devices
         for one in self._seen:
             if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:

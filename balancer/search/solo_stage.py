@@ -39,7 +39,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Chooses the batches to measure on every device alone, based on models and predictions."""
+    """Chooses the batches to measure on each device alone, from predictions and the budget."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions = predictions
@@ -261,7 +261,10 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if all optimistic predictions hold, however many rounds it takes."""
+        """The layout that would be fastest if every device were as fast as its points allow.
+
+        Its batches may be so large that it takes several rounds to reach them. None if none fits.
+        """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property

@@ -219,7 +219,7 @@ class SplitStage:
         return sorted(i for group in groups for i in group)
 
     def _has_new_best_batch(self, position: int) -> bool:
-        """True if no measured batch of the device is near the one that should be its best."""
+        """True if the device's best batch, as predicted, isn't near any batch that was measured."""
         wanted = self._predictions.single(position)
         if wanted is None:
             return False

@@ -70,7 +70,10 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times in seconds of each group of child processes, one value per probe."""
+        """The start times in seconds of each group of child processes, one value per timed probe.
+
+        The value is 0 if the child processes were already running.
+        """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             starts[seen.probe.layout.children].append(seen.restart_seconds)

@@ -177,7 +177,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def usual_length(self) -> int:
-        """The mean number of tokens per row."""
+        """The mean number of tokens per row in the data, rounded."""
         return round(fmean(self.problem.lengths))
 
     # ------------------------------------------------------------------ costs
@@ -321,7 +321,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
-        """The devices whose cost is known."""
+        """The positions of the usable devices whose cost is known."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
@@ -342,7 +342,10 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted duration of a step in seconds, averaged over batches by cost."""
+        """Return the predicted mean duration of a step, in seconds, including gradient exchange.
+
+        Rows of a global batch of `batch` rows are assigned by cost to the devices at `positions`.
+        """
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -410,7 +413,10 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return rising global batches to choose from, each twice as large as the previous one."""
+        """Return the global batches to choose from if the batch is free, in rising order.
+
+        Each is twice as large as the previous one, except that the last is limited by the request.
+        """
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)

@@ -92,7 +92,11 @@ class TextStage:
         return None
 
     def _passes(self, position: int) -> Iterator[Layout]:
-        """Yield, in order, the passes over rows of one length that determine a device's cost."""
+        """Yield, in order, the passes over rows of one length that determine a device's cost.
+
+        How many there are depends on the measurements so far: passes grow until they show the cost
+        of tokens.
+        """
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)

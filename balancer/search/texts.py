@@ -22,7 +22,7 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no device can train; None if one can hold the longest row."""
+        """Return why no device can train; None if at least one can hold the longest row."""
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:

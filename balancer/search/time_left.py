@@ -114,7 +114,7 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """The seconds of tracing and warm-up in a typical probe, without its start."""
+        """The seconds of tracing and warm-up in a typical (median) probe, without its start."""
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property

@@ -156,7 +156,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if the device ran out of memory twice and the line doesn't predict that."""
+        """True if the device ran out of memory twice, although the line doesn't predict that.
+
+        The line is also refuted if it predicts no limit at all.
+        """
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()

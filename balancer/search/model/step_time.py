@@ -55,7 +55,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, but at least the error of any timing."""
+        """The relative standard error, but at least the smallest error that a timing can have."""
         return max(self.error, LEAST_ERROR)
 
     @property
