@@ -1,10 +1,10 @@
 """Decide how long each probe measures, what it costs at least, and whether it fits the budget.
 
-Exploration gets a part of the budget, so that the race can measure every candidate once. This
-part is nearly all of the budget if only solo, even and split layouts are requested. It is less if
-packs, placements or knobs follow, because each of them starts child processes of its own, which
-takes time. Before the first split, a round of devices alone that the plan doesn't depend on may
-take at most half of `EXPLORES` of what is left of that part, and must leave the time for the first
+Exploration gets a part of the budget, so that the race can measure every candidate once. This part
+is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
+placements or knobs follow, because each of them starts child processes of its own, which takes
+time. Before the first split, a round of devices alone that isn't necessary for a plan may take at
+most the fraction `EXPLORES` / 2 of what is left of that part, and must leave time for the first
 split. Any other probe only has to fit.
 """
 

@@ -23,8 +23,8 @@ STAGES = tuple(Stage)
 TRIES = 2
 SHARDED: tuple[Stage, ...] = (Stage.PART, Stage.SHARD)  # the exploration of sharded trainings
 FIRST_TURN = 0
-# most turns of a stage: rounds alone, splits, and turns of the race. If step times rise in stairs,
-# each round halves the gap in which the next edge may be
+# maximum number of probes of exploration after the solo stage (splits, and devices measured while
+# the others are idle), and of turns in the race
 MOST_TURNS = 8
 
 Turns = dict[int, Timed]

@@ -1,4 +1,4 @@
-"""The layouts that are worth racing if every row costs the same."""
+"""Choose the layouts that are worth racing if every row costs the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The search: it requests probes for a problem, gets their observations, and reports the best
-layout.
-"""
+"""Search for the fastest layout: request probes, get their observations, report the best."""
 
 from __future__ import annotations
 

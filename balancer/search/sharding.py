@@ -2,18 +2,18 @@
 
 Each device is first measured alone, while it holds only a small part of the state and gathers the
 model's units (blocks of layers) from that part. This shows its step time, and the memory that it
-needs besides the state. Then the rows
-with the highest expected samples/s are chosen, and the state is divided so that it fills the memory
-that these rows leave free. From then on, the parts of the state stay the same. Rows are searched as
-in other trainings, within the memory that is left, and measurements of whole steps show how much
-time gathering takes.
+needs besides the state. Then the rows with the highest expected samples/s are chosen, and the state
+is divided so that it fills the memory that these rows leave free. From then on, the parts of the
+state stay the same. Rows are searched as in other trainings, within the memory that is left, and
+measurements of whole steps show how much time gathering takes.
 
 A slow or small device may hold a part of the state and compute no rows, if its rows would only
 keep the others waiting. The best such training is measured too if it should be faster.
 
-Headroom remains free on each device, because an allocator can't use all of its memory: free blocks
+Headroom remains free on each device, because an allocator can't use all of the memory: free blocks
 may be too small for a request. In the first pass of a step, gradients don't exist yet when
-activations are at their peak, so only a training in several passes needs memory for both.
+activations are at their peak, so only a training in several passes needs memory for gradients and
+activations at the same time.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ HEADROOM = 0.05
 FEWEST_HALVINGS = 2  # number of times that the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
 LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than this gets fewer rows
-# least growth of a step's time with its rows, relative to growth in proportion: step times that
-# seem level say little about larger batches
+# minimum slope of a step's time over its rows, relative to time in proportion to rows: step times
+# that seem level say little about larger batches
 LEAST_GROWTH = 0.05
-# fraction of a measured training's samples/s: another one that should reach less isn't measured
+# fraction of a measured training's samples/s; a training that is predicted to reach less than that
+# isn't measured
 FAR_SLOWER = 0.5
 
 

@@ -4,8 +4,8 @@ Two small batches give a first curve and the memory per row. Then an optimistic 
 if every curve were as fast as its points allow, shows which shares are worth a measurement: shares
 beyond all measured batches, or in a gap between two points in which time may rise only late. A
 round is one probe of each device that takes part. Another round is measured while that layout
-promises to gain more than the round costs. A device that would
-keep the others waiting for little gain is left out of a round.
+promises to gain more than the round costs. A device that would keep the others waiting for little
+gain is left out of a round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The cost of rows of unequal length on each device, and the time of batches assigned by cost.
+"""Model the cost of rows of unequal length on each device, and predict the time of batches.
 
-Predictions assign batches drawn from the lengths in the data, as the training's loader does.
+For a prediction, batches of rows are drawn from the lengths in the data, and assigned to devices by
+cost, as the training's loader does.
 """
 
 from __future__ import annotations

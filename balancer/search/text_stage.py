@@ -25,8 +25,9 @@ from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 LONG_ENOUGH = 3.0  # ratio to the first pass's time: two thirds of it are then the cost of tokens
-MOST_PASSES = 4  # passes of the probe that shows their cost: three further passes in one step
-# longest probe of passes of one length: a cost takes seven such probes, 14 s of 120
+MOST_PASSES = 4  # passes per step of the probe that shows the cost of passes
+# maximum duration of a probe of passes of one length: seven such probes determine a device's cost,
+# which takes 14 s of a budget of 120 s
 PASS_SECONDS = 2.0
 
 

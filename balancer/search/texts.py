@@ -1,4 +1,4 @@
-"""The layouts that are worth racing if rows have unequal lengths."""
+"""Choose the layouts that are worth racing if rows have unequal lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exploration found out about each device, and groups of indistinguishable devices.
+"""Collect what exploration measured on each device, and group indistinguishable devices.
 
 Indistinguishable devices share one curve, fitted to the points of all of them, and so get equal
 shares.
@@ -27,8 +27,8 @@ LUCKY = 4.0
 # standard errors by which the mean ratio of the times of two equal devices may differ from 1
 MEAN_ERRORS = 3.0
 BATCH_ERRORS = 4.0  # the same limit for a single batch, of which there are several
-# least number of batch sizes, also in common with another device: one size can't tell a fixed cost
-# from a slope
+# minimum number of batch sizes to fit a cost, or in common with another device to compare them: one
+# size can't tell a fixed cost from a slope
 FEWEST_SIZES = 2
 
 

@@ -1,9 +1,10 @@
-"""How many samples fit on a device, according to its memory use and to what ran or failed.
+"""Estimate how many samples fit on a device from its memory use and from what ran or failed.
 
-The next guess is where the line through the two largest distinct batches reaches the device's
-memory. A guess that fails refutes the line. From then on, the next attempt is a quarter of the gap
-above what ran, because a failure costs more than a batch that runs. If bytes are unknown, the batch
-grows by a factor until it fails.
+Memory use is extrapolated with the line through the two largest distinct batches ("memory line"):
+the next guess is the batch at which the line reaches the device's memory. A guess that runs out of
+memory refutes the line. From then on, the next attempt exceeds the largest batch that ran by a
+quarter of the gap to the smallest that failed, because a failure costs more than a batch that runs.
+If memory use in bytes is unknown, the batch grows by a factor until it fails.
 """
 
 from __future__ import annotations
