@@ -1,9 +1,10 @@
-"""Fetch batches by a tensor of row numbers or row by row, and prefetch them in a thread for a GPU.
+"""Fetch batches by a tensor of row indices or row by row, and prefetch them in a thread for a GPU.
 
-Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so a fast GPU finishes a
-small network's batch before the next batch is fetched. At most `depth` batches wait on the device
-besides the current one, and the loop runs at most `depth` steps ahead of the GPU. Therefore the
-memory for batches is bounded, and is the same in a probe as in a training run.
+Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so that a fast GPU
+finishes a small network's batch before the next batch is fetched. Besides the current batch, at
+most `depth` batches wait on the device, and the training loop runs at most `depth` steps ahead of
+the GPU. Therefore the memory for batches is bounded, and is the same in a probe as in a training
+run.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from .sampler import UnevenBatchSampler
 from .structure import each_tensor
 
-Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory) -> the batch
+Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory) -> the batch
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch by a tensor of row numbers, or None.
+    """Return a function that fetches a whole batch by a tensor of row indices, or None.
 
-    There is one for a TensorDataset, and for a data set with a method `__getitems__(self, rows:
-    torch.Tensor)`, which must have this annotation and return the batch as the loop gets it. There
-    is also one for a Subset of these data sets.
+    The function's second argument is True to fetch into pinned memory. Three kinds of data sets
+    support this: a TensorDataset; a data set with a method `__getitems__(self, rows:
+    torch.Tensor)`, which must have this annotation and return the batch as the loop gets it; and a
+    Subset of these. For any other data set, the result is None.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -62,7 +64,8 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 class Fetch:
     """Iterates over the batches of a sampler in its order; each iteration starts again.
 
-    `options` are passed to DataLoader, which is used if no whole batches can be fetched.
+    `options` are passed to DataLoader, which is used if no whole batches can be fetched. With
+    `pinned`, whole batches are fetched into pinned memory.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set from which DataLoader's worker processes fetch whole batches by row numbers."""
+    """A data set from which DataLoader's worker processes fetch whole batches by row indices."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -127,8 +130,9 @@ DEPTH = 2  # number of batches that wait on the device
 class Prefetcher:
     """An iterator that prefetches the batches of `source` in a thread, and sends them to `device`.
 
-    The order of batches stays the same. If `source` raises an exception, it is raised instead of
-    the next batch. The thread exits when the iterator is exhausted or closed.
+    Up to `depth` batches wait to be taken, in the order of `source`. If `source` raises an
+    exception, the exception is raised instead of the next batch. The thread exits when the iterator
+    is exhausted or closed. On a CPU, batches aren't sent.
     """
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
@@ -167,8 +171,8 @@ class Prefetcher:
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are prefetched, or the source is exhausted.
 
-        Called at the end of timed steps, so that their time includes fetching as many batches as
-        the steps have used.
+        It is called at the end of timed steps, so that their time includes fetching as many batches
+        as the steps have used.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
@@ -194,7 +198,7 @@ class Prefetcher:
                 self._change.notify_all()
 
     def _send_all(self) -> None:
-        """Fetch and send batches until the source or the loop ends."""
+        """Fetch and send batches until the source is exhausted or the iterator is closed."""
         for number in count():
             with self._change:
                 self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
@@ -216,7 +220,10 @@ class Prefetcher:
 
 
 class _CopyStream:
-    """The transfer to a GPU: pinned memory, a separate stream, and events between streams."""
+    """Sends batches to a GPU through pinned memory, on a stream of its own.
+
+    Events synchronize this stream with the stream of the training loop.
+    """
 
     _streams: ClassVar[
         dict[int, Any]
@@ -237,7 +244,7 @@ class _CopyStream:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Send a batch to the device; return it and an event that is recorded when it has arrived.
+        """Send a batch to the device; return the sent batch and an event for its arrival.
 
         If the device has too little memory, return the batch on the host, and None as the event.
         """
@@ -251,7 +258,7 @@ class _CopyStream:
         return sent, arrived
 
     def mark(self) -> Any:
-        """Return an event recorded after all work that the loop has enqueued."""
+        """Return an event recorded after all work that the training loop has enqueued."""
         event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core from the loop
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -259,9 +266,9 @@ class _CopyStream:
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
         """Return a batch for use on the loop's stream, which waits until the batch has arrived.
 
-        The allocator doesn't reuse the batch's memory before that stream is done with it. A batch
-        for which there was too little memory is sent now, because the loop holds no activations
-        between its steps.
+        `arrived` is the event for its arrival. The allocator doesn't reuse the batch's memory
+        before that stream is done with it. If `arrived` is None, there was too little memory for
+        the batch before. It is sent now, because the loop holds no activations between its steps.
         """
         if arrived is None:
             return self._send(batch)

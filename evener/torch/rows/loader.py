@@ -1,6 +1,7 @@
-"""A DataLoader for one rank of an uneven split, which can resume in mid-epoch.
+"""Loaders for one rank of an uneven split, which can resume in mid-epoch.
 
-It reports each rank's number of rows per step to a listener, which weights gradients accordingly.
+`Loader` reports each rank's number of rows per step to a listener, which weights gradients
+accordingly. `StepLoader` is for the loops of trainers, which report their steps themselves.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `tail` is None if all batches give each rank the same weight. Otherwise it is the number of rows
-    in the last batch, or an object that equals no other. `by_length` is True if rows are assigned
-    by length, so that a batch must not be cut into passes. `loader()` returns the loader, or None
-    if it no longer exists.
+    `training` is False for validation. `tail` is None if a rank has the same weight in all batches.
+    If only the last batch differs, `tail` is its number of rows; otherwise it is an object that
+    equals no other. `by_length` is True if rows are assigned by length, so that a batch must not be
+    cut into passes. `loader()` returns the loader, or None if it no longer exists.
     """
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
@@ -56,13 +57,14 @@ class Epoch:
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
-        """True if a loop may still use the epoch's newest batch."""
+        """True if a training loop may still use the epoch's newest batch."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
         """True if the epoch's last batch may still be waiting to be computed.
 
-        That is the case if a loop fetched the next epoch's first batch before computing it.
+        That is the case if a training loop fetched the next epoch's first batch before computing
+        this one.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
@@ -74,11 +76,15 @@ class StepListener:
     def compare(self, digest: int) -> None:
         """Called when an epoch begins whose order or lengths of rows come from the user.
 
-        `digest` is a digest of the order and lengths on this rank.
+        `digest` is a digest of the order and lengths on this rank. A listener can compare the
+        digests of all ranks, which must be equal.
         """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called when the loop gets a batch; `sizes` has the number of rows of each rank in it."""
+        """Called when the loop gets a batch; `sizes` has the number of rows of each rank in it.
+
+        `origin` is the iteration to which the batch belongs.
+        """
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Called when the loop is done with a batch; `sizes` has the number of rows of each rank.
@@ -94,9 +100,11 @@ class Loader:
     """Yields this rank's rows of each global batch; it has the attributes of a DataLoader.
 
     Every iteration is a new epoch in a new order, from its first batch, unless `set_epoch` or
-    `load_state_dict` has chosen another epoch or position. If `prefetch` isn't 0, that many batches
-    are prefetched and sent to `device`. If it is 0, each batch is fetched when the loop requests it
-    and stays on the host. `listener` is called for each step; `training` is False for validation.
+    `load_state_dict` has chosen another epoch or position. `prefetch` batches are prefetched and
+    sent to `device` or, with `on_host`, kept in host memory. If `prefetch` is 0, each batch is
+    fetched when the loop requests it and stays on the host. None is the default of
+    `check_prefetch`. `listener` is called for each step, `options` are those of DataLoader, and
+    `training` is False for validation.
     """
 
     num_workers: int
@@ -155,15 +163,15 @@ class Loader:
 
     @property
     def sampler(self) -> RowSampler:
-        """A sampler of the loader's rows, one by one."""
+        """A sampler that yields the indices of the loader's rows one by one."""
         return RowSampler(self)
 
     @property
     def next_epoch(self) -> int:
         """The epoch number of the next loop.
 
-        It is the epoch of a state that was loaded in mid-epoch, an epoch chosen by `set_epoch`, or
-        the epoch after the last loop's.
+        It is the epoch that `set_epoch` chose, the epoch of a state that was loaded in mid-epoch,
+        or otherwise the epoch after the last loop's epoch.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
@@ -223,7 +231,10 @@ class Loader:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row numbers of all ranks in the loop's newest batch."""
+        """Return the row indices of all ranks in the loop's newest batch.
+
+        Before the first batch, return those of the first batch.
+        """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
@@ -238,7 +249,7 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the current batch.
+        """Return the position in the data after the current batch, to be saved in a checkpoint.
 
         It is the same on every rank and JSON-serializable.
         """
@@ -253,9 +264,9 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """A loader's rows one by one, like the `sampler` of a DataLoader.
+    """Yields the indices of a loader's rows one by one, like the `sampler` of a DataLoader.
 
-    It is a SequentialSampler so that Lightning doesn't replace it.
+    It is a subclass of SequentialSampler so that Lightning doesn't replace it.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -305,10 +316,10 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Return the number of batches to prefetch: by default 2 for a GPU, and 0 for a CPU.
+    """Return the number of batches to prefetch, which is `prefetch` or, for None, a default.
 
-    On a CPU, prefetching would take cores away from the computation. Raises RequestError unless
-    `prefetch` is None or an integer of 0 or more.
+    The default is 2 for a GPU, and 0 for a CPU, on which prefetching would take cores away from the
+    computation. Raises RequestError if `prefetch` is neither None nor an integer of 0 or more.
     """
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
@@ -337,7 +348,7 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """The training loaders that are in use, in order of creation."""
+    """The training loaders that are in use, in order of creation, and their checkpoint states."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
@@ -379,7 +390,10 @@ class LoaderStates:
 
 
 class StepSampler:
-    """A batch sampler of this rank's rows in each global batch, which can start at any batch."""
+    """A batch sampler that yields this rank's row indices in each global batch.
+
+    An iteration starts at the batch `first_step` of the epoch.
+    """
 
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
@@ -394,7 +408,7 @@ class StepSampler:
         return islice(self.steps(), self.first_step, None)
 
     def steps(self) -> Iterator[Any]:
-        """Iterate over this rank's rows in each global batch of the epoch."""
+        """Iterate over this rank's row indices in each global batch of the epoch."""
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
@@ -402,9 +416,9 @@ class StepSampler:
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Count the tokens of this rank's rows in some global batches, without and with padding.
+        """Count the tokens of this rank's rows in the global batches `steps` of the epoch.
 
-        Both counts are 0 if rows have no lengths.
+        Return the counts without and with padding; both are 0 if rows have no lengths.
         """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
@@ -412,14 +426,14 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """A DataLoader over this rank's global batches, for a trainer's loop.
+    """A DataLoader over this rank's part of each global batch, for a trainer's loop.
 
-    `done` is the number of this epoch's batches that the trainer has computed. With `ahead`, the
-    next batch is fetched before a batch is yielded, as in accelerate's loader, so that a callback's
-    change to a collator first affects the same batch with and without a plan. `begins` is called
-    when a loop begins, and `asks` when the loop requests a batch, after it has computed the
-    previous one. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also
-    under other shares if the global batch is the same.
+    The trainer sets `done` to the number of this epoch's batches that it has computed. With
+    `ahead`, the next batch is fetched before a batch is yielded, as in accelerate's loader, so that
+    a callback's change to a collator first affects the same batch with and without a plan. `begins`
+    is called when a loop begins, and `asks` when the loop requests a batch, after it has computed
+    the previous one. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch,
+    also under other shares if the global batch is the same.
     """
 
     def __init__(
@@ -457,7 +471,10 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return each rank's number of rows in the global batch `step`, which begins now."""
+        """Return each rank's number of rows in the global batch `step`, which the trainer begins.
+
+        Later changes of shares take effect after this batch.
+        """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
@@ -466,7 +483,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after `done` global batches.
+        """Return the position in the data after `done` global batches, to be saved in a checkpoint.
 
         It is the same on all ranks with the same `done`.
         """

@@ -1,9 +1,9 @@
 """Choose the rows of a data set that each rank computes.
 
-Ranks use slices of different sizes of one global order, which has each row once per epoch. Every
-rank draws the same order and uses its own slice of each global batch, so no communication is
-needed. A rank without a row in a short last batch gets a filler row with weight 0, so that it runs
-the same collectives as the other ranks.
+Every rank draws the same global order, which has each row once per epoch, and takes its own slice
+of each global batch. Slices have different sizes, and no communication is needed. A rank without a
+row in a short last batch gets a filler row with weight 0, so that it runs the same collectives as
+the other ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """The row numbers of each epoch, in the order that the user's `order` yields.
+    """Draws the rows of each epoch from the user's `order` (see `Split.loader`).
 
     The order is drawn again for each epoch, with a random seed that depends on `seed` and the
-    epoch. Raises RequestError unless `order` yields row numbers from 0 to `rows` - 1, and the same
-    number of rows in each epoch.
+    epoch. Raises RequestError if `order` doesn't yield row indices from 0 to `rows` - 1, or yields
+    different numbers of rows in two epochs.
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
@@ -44,7 +44,7 @@ class RowOrder:
         return len(self._drawn)
 
     def draw(self, epoch: int) -> torch.Tensor:
-        """Return the row numbers of an epoch as an int64 tensor of shape (rows,)."""
+        """Return the epoch's row indices as an int64 tensor of shape (rows,)."""
         if epoch != self._epoch:
             drawn = self._draw(epoch)
             if len(drawn) != len(self._drawn):
@@ -57,7 +57,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the order of rows in an epoch."""
+        """Return a digest of the order of rows in an epoch, by which ranks compare their orders."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())
@@ -90,7 +90,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a copy of a sequence of integers as a 1-d int64 tensor; None for other values."""
+    """Return a copy of a sequence of integers as a 1-d int64 tensor, or None for other values."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -101,7 +101,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of one epoch, computed from the training run's `seed`."""
+    """Return the random seed of an epoch, computed from `seed`, that of the training run."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -112,9 +112,9 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares of one loop over the batches, and their changes.
+    """The shares of one loop over a sampler, and their changes during the loop.
 
-    The loop began at row `position` of its epoch.
+    The loop begins with `shares`, at row `position` of its epoch.
     """
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
@@ -122,28 +122,25 @@ class ShareSchedule:
         self._changes = [(position, shares)]
 
     def at(self, first: int) -> tuple[int, ...]:
-        """Return the shares of the batch that begins with the epoch's row `first`."""
+        """Return the shares of the batch that begins at row `first` of the epoch's order."""
         return next(
             (own for start, own in reversed(self._changes) if first >= start), self._changes[0][1]
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Use `shares` from the batch that begins `rows` rows after the newest batch's end."""
+        """Use `shares` from the batch on that begins `rows` rows after the newest batch's end."""
         self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:
-    """Yields batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`.
+    """Yields batches of row indices for one rank, for `DataLoader(batch_sampler=...)`.
 
-    No batch is empty.
-
-    - `shares` has the number of rows of each rank in a full global batch; `change_shares` changes
-      it.
-    - `order` replaces `shuffle`.
-    - With `join_tail`, a last batch with fewer rows than ranks is joined to the batch before it.
-    - With `without_rows`, ranks may have a share of 0, and compute filler rows.
-
-    Raises RequestError if the shares, the length or the rank is invalid.
+    `length` is the number of rows of the data set, and `shares` has the number of rows of each rank
+    in a full global batch; `change_shares` changes it. No batch is empty: a rank without rows gets
+    a filler row. Rows are shuffled in each epoch if `shuffle` is True; `order` replaces that. With
+    `join_tail`, a last batch with fewer rows than ranks is joined to the batch before it. With
+    `without_rows`, ranks may have a share of 0. Raises RequestError if the shares, the length or
+    the rank is invalid.
     """
 
     is_by_length = False  # True if rows are assigned by length, in passes
@@ -186,9 +183,9 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change the shares of later batches; in running loops, after the next `ahead` batches.
+        """Change to `shares`; in running loops, after the next `ahead` batches.
 
-        Batches may already be prefetched with the current shares.
+        These batches may already have been drawn with the old shares.
         """
         self.shares = shares
         for schedule in self._schedules:
@@ -219,13 +216,13 @@ class UnevenBatchSampler:
 
     @property
     def schedule(self) -> ShareSchedule:
-        """The shares and their changes in the newest loop over the batches."""
+        """The share schedule of the newest loop."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the epoch's next `first` row numbers, and up to `more` evenly spaced ones.
+        """Return the next `first` row indices of the epoch, and up to `more` evenly spaced ones.
 
-        The result is the same on every rank, and has no duplicates.
+        Audits compute these rows. The result is the same on every rank, and has no duplicates.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -233,7 +230,7 @@ class UnevenBatchSampler:
         return list(dict.fromkeys(rows))
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with the first row of `epoch`."""
+        """Make the next iteration start at the first row of `epoch`."""
         self.epoch = epoch
         self.position = 0
 
@@ -263,8 +260,8 @@ class UnevenBatchSampler:
     def take(self, step: int) -> tuple[int, ...]:
         """Return each rank's number of rows in a step that a trainer begins now.
 
-        The step is counted from `position` in the epoch. It becomes the newest step of the loop,
-        from which later changes of shares are counted.
+        `step` is counted from `position` in the epoch. It becomes the newest step of the loop, so
+        later changes of shares take effect after it.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
@@ -272,7 +269,7 @@ class UnevenBatchSampler:
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """Return each rank's number of rows in the step that begins with row `first`.
+        """Return each rank's number of rows in the step that begins at row `first` of the order.
 
         `epoch` is by default the current epoch. `schedule` has the shares; by default it is the
         schedule of the newest loop.
@@ -284,26 +281,26 @@ class UnevenBatchSampler:
         return apportion(rows, shares)
 
     def rows_at(self, step: int) -> list[int]:
-        """Return this rank's row numbers in a step of the newest loop.
+        """Return this rank's row indices in a step of the newest loop.
 
-        The step is counted from `position` in the epoch.
+        `step` is counted from `position` in the epoch.
         """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
 
     def rows_of_all(self, step: int) -> list[int]:
-        """Return the row numbers of all ranks in a step of the newest loop.
+        """Return the row indices of all ranks in a step of the newest loop.
 
-        The step is counted from `position` in the epoch.
+        `step` is counted from `position` in the epoch.
         """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the number of rows in the last step if the ranks' weights differ in it.
+        """Return the number of rows in the epoch's last step if ranks' weights differ in it.
 
-        Return None if the last step weights the ranks like all other steps. If each step may weight
-        them differently, return an object that equals no other.
+        Return None if each rank has the same weight in all steps. If each step may have other
+        weights, return an object that equals no other.
         """
         if self.changes or self.is_by_length:
             return (
@@ -321,7 +318,7 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over this rank's row numbers in each step, as int64 tensors (rows,).
+        """Iterate over this rank's row indices of each step, as int64 tensors of shape (rows,).
 
         The iteration starts at the current position, with a new share schedule.
         """
@@ -346,35 +343,35 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, made from the loader's `fetched` batches.
+        """Return an iterator over the batch of each step, made from the fetched batches.
 
-        Here, each fetched batch is one step. LengthSampler joins the passes of a step.
+        In this class, the fetched batches are unchanged. LengthSampler fetches each pass of a batch
+        separately, and joins the passes.
         """
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return the context in which the loader iterates over these batches.
+        """Return the context in which a loader runs a loop over these batches.
 
-        Here, it has no effect. LengthSampler turns off cuDNN's attention in it.
+        In this class, the context does nothing. LengthSampler turns off cuDNN's attention in it.
         """
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        The batch begins with row `first` of the epoch. Here, both numbers are 0,
-        because rows have no lengths.
+        Both numbers are 0, because rows have no lengths in this class.
         """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's row order in an epoch; None if the user gives no order."""
+        """Return a digest of the user's row order in an epoch, or None if there is none."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the position in the data after `steps` more steps, for a checkpoint.
+        """Return the position in the data after `steps` more steps, to be saved in a checkpoint.
 
-        The state is the same on all ranks.
+        It is the same on all ranks.
         """
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
@@ -384,9 +381,10 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position in `state`, the result of `state_dict`.
+        """Make the next iteration continue at the position in `state`, which `state_dict` returned.
 
-        Shares and the number of ranks may differ. Raises RequestError if the order of rows differs.
+        Shares and the number of ranks may differ from those at that time. Raises RequestError if
+        the order of rows differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -412,7 +410,10 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention, a setting of the whole process, for several loops."""
+    """Turns off cuDNN's attention while a loop needs that.
+
+    PyTorch can turn it off only for the whole process, so the loops that need this are counted.
+    """
 
     def __init__(self) -> None:
         self._loops = 0  # number of running loops that need it off
@@ -422,7 +423,8 @@ class _CudnnAttention:
     def disabled(self) -> Iterator[None]:
         """Return a context in which cuDNN's attention is off.
 
-        Such contexts may overlap. The last one to end restores the setting from before the first.
+        Such contexts may overlap. The last context to end restores the setting from before the
+        first one.
         """
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -445,13 +447,16 @@ _KEPT = (
 
 
 class LengthSampler(UnevenBatchSampler):
-    """Yields the row numbers of each pass of one rank, with rows assigned by length.
+    """Yields the row indices of each pass of one rank, with rows assigned by length.
 
-    `lengths` has the number of tokens in each row of the data set. Global batches and their order
-    are the same as without lengths, so a state can be loaded under other shares. During a loop over
-    the batches, cuDNN's attention is off in this process: cuDNN builds a plan for each new shape,
-    which takes about 100 ms per pass on an H200, and nearly every pass has a new shape. Raises
-    RequestError if the lengths don't fit the data set, or if no rank can hold a row.
+    `lengths` has the number of tokens in each row of the data set, and `assigner` assigns the rows
+    of a global batch to the passes of ranks. Global batches and their order are the same as without
+    lengths, so a state can be loaded under other shares. Raises RequestError if the lengths don't
+    fit the data set, or if no rank can hold a row.
+
+    During a loop over the batches, cuDNN's attention is off in this process. cuDNN would build an
+    execution plan for each new shape, which takes about 100 ms on an H200, and nearly every pass
+    has a new shape.
     """
 
     is_by_length = True
@@ -486,7 +491,7 @@ class LengthSampler(UnevenBatchSampler):
         ] = {}  # assignments by epoch and first row
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
-        """Return the row assignment of the global batch that begins with row `first`."""
+        """Return the row assignment of the global batch that begins at row `first` of an epoch."""
         found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -500,41 +505,42 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return each rank's number of rows in the batch that begins with row `first`.
+        """Return each rank's number of rows in the batch that begins at row `first` of the order.
 
-        The number is 0 for a rank that computes only a filler row.
+        The number is 0 for a rank that computes only a filler row. `epoch` is by default the
+        current epoch, and `schedule` is ignored, because lengths determine these numbers.
         """
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the number of rows in each of this rank's passes over a batch.
+        """Return the number of rows in each of this rank's passes of one batch.
 
-        The batch begins with row `first` of the epoch. If this rank has no rows in it, the result
-        is one pass with 0 rows, in which a filler row is computed.
+        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
+        only a filler row.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        The batch begins with row `first` of the epoch.
+        The batch begins at row `first` of the epoch's order.
         """
         assign = self.assignment_at(first, epoch)
         return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over the row numbers of each pass, from the current position."""
+        """Iterate over the row indices of each pass, from the current epoch and position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Return an iterator over the steps; each is a list with the row numbers of each pass.
+        """Iterate over the batches; each is a list with the row indices of each pass.
 
         The iteration starts at the current epoch and position.
         """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the first row index of each remaining batch in this epoch."""
+        """Return the position at which each remaining batch of this epoch begins."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -545,16 +551,14 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context in which cuDNN's attention is off.
-
-        cuDNN would build a plan for each new shape, and nearly every pass has a new shape.
-        """
+        """Return a context in which cuDNN's attention is off, for a loop over these batches."""
         return _cudnn_attention.disabled()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, made from the `fetched` passes.
+        """Return an iterator over the batch of each step, made from the fetched passes.
 
-        A batch is an AssignedBatch, or the fetched pass itself if no rank ever has several passes.
+        A batch is an AssignedBatch. If no batch has several passes on any rank, it is the fetched
+        pass itself.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
@@ -564,7 +568,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths, and of the user's row order in an epoch, if any."""
+        """Return a digest of the lengths and, if there is one, of the user's order in an epoch."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ from ...errors import RequestError
 class AssignedBatch:
     """A rank's batch in passes, with rows assigned by length; each pass is collated separately.
 
-    `rows` has the number of rows of each pass. Using this object like a normal batch, as a loop
-    that computes a batch at once does, raises RequestError.
+    `passes` has the data of each pass, and `rows` its number of rows. A loop that computes a batch
+    at once would use this object like a normal batch; that raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
@@ -44,7 +44,10 @@ class AssignedBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, or the id of a sparse tensor, which has none."""
+    """Return a number that identifies a tensor's storage: its address.
+
+    A sparse tensor has no storage, so its id is returned instead.
+    """
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -62,7 +65,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and mappings, and in an AssignedBatch."""
+    """Return the tensors in nested tuples, lists, mappings and AssignedBatches, in their order."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, tuple | list):
@@ -98,7 +101,7 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` of a batch of `rows` rows, in the same structure.
+    """Return rows `start` to `stop` - 1 of a batch of `rows` rows, in the same structure.
 
     Tensors, arrays, and lists with one item per row, such as texts, are cut. Numbers, and tensors
     without dimensions, are returned whole. Raises RequestError for anything else.
@@ -118,9 +121,9 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` of a tensor or array; return a scalar unchanged.
+    """Return rows `start` to `stop` - 1 of a tensor or array of `shape`; scalars stay unchanged.
 
-    Raises RequestError if its first dimension isn't `rows`.
+    Raises RequestError if the first dimension isn't `rows`.
     """
     if not shape:
         return data
