@@ -1,7 +1,8 @@
 """The audits of a training run with a plan: compare gradients of a few rows, whole and in parts.
 
-An audit runs after the step's own backward pass, when its activations are freed, and before the
-optimizer uses the gradients. It doesn't change these gradients.
+An audit checks that shares don't change what the model learns. It runs after the step's own
+backward pass, when its activations are freed, and before the optimizer uses the gradients, which
+the audit doesn't change.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RankVerdict(msgspec.Struct):
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
-    relative: float = 0.0
+    relative: float = 0.0  # relative difference of the gradients
     fine: bool = False  # True if the audit found no difference
     certain: bool = True  # True if a difference can't come from a number that counts rows
     rows: int = 0  # digest of the computed rows
@@ -117,9 +118,10 @@ class RankVerdict(msgspec.Struct):
 
 
 class TrainingAudits:
-    """The audits of a training run on one rank.
+    """Runs the audits of a training run on one rank, and compares their results with other ranks'.
 
-    Every rank has to call each method equally often, because the ranks compare their results.
+    Every rank has to call each method equally often, because ranks compare their results.
+    `training` is the PlannedTraining.
     """
 
     def __init__(self, training: Any) -> None:
@@ -171,9 +173,9 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared the results of an audit, and no difference is in doubt.
+        """True once ranks have compared an audit and no difference waits to be checked again.
 
-        A difference is in doubt while it may be rounding.
+        A difference that may come from rounding is checked in the next audits.
         """
         return self._compared and not self._doubted
 
@@ -185,14 +187,15 @@ class TrainingAudits:
     def report(self, fault: str) -> None:
         """Send the other ranks the result of a check that isn't one of these audits.
 
-        `fault` is the reason why shares have to become equal, or empty if they don't have to.
+        `fault` is the reason why shares have to become equal; it is empty if the check passed.
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, unless it is already counted; return True if an audit is due.
+        """Count `batch` unless it is already counted; return True if an audit is due for it.
 
-        On a single device that computes a batch at once, no audit is ever due.
+        This method also compares the ranks' results of earlier audits. On a single device that
+        computes a batch at once, no audit is ever due.
         """
         if self._is_single_device:
             return False
@@ -209,8 +212,8 @@ class TrainingAudits:
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Make the next audit due if this loss comes from new operations or changed settings.
 
-        It is called when the program calls backward on a loss. `made_of` identifies the loss's
-        operations, and `caller` is the frame that calls backward.
+        This method is called when the program calls backward on a loss. `made_of` identifies the
+        loss's operations, and `caller` is the frame that calls backward.
         """
         if self._batch is None or self.judge.over:
             return
@@ -239,10 +242,11 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit before the first step; return its message, or "" if it finds no difference.
+        """Run an audit before the first step, and return a message if it finds a difference.
 
-        `find` runs the audit. A message is also returned if the loss of a few rows can't be
-        computed for the comparison.
+        `find` runs the audit, or returns None if there is nothing to audit. A message is also
+        returned if the loss of a few rows can't be computed for the comparison. Otherwise the
+        result is "".
         """
         fault = ""
 
@@ -271,10 +275,11 @@ class TrainingAudits:
     ) -> None:
         """Audit the batch that a library's trainer has computed, if an audit is due.
 
-        Every rank has to call it in each step, before its optimizer uses the gradients. `find` runs
-        the audit; its argument says whether to add noise to weights that are all equal while it
-        runs. `function` is the program's function that computes the loss, and `holders` are objects
-        whose attributes it reads. Raises RequestError if the gradients differ.
+        Every rank has to call this method in each step, before its optimizer uses the gradients.
+        `find` runs the audit; its argument says whether to add noise, during the audit, to weights
+        that are all equal. `function` is the program's function that computes the loss, and
+        `holders` are objects whose attributes it reads: if they change, another audit is due.
+        Raises RequestError if the gradients differ.
         """
         if self._is_single_device:
             return
@@ -294,11 +299,12 @@ class TrainingAudits:
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """Audit the loss `compute(part)` of a batch, if an audit is due.
+        """Audit the loss of a batch that `Split.step` has computed, if an audit is due.
 
-        Every rank has to call this method after the batch's passes. `counted` returns the count by
-        which a part's mean loss is weighted; None means the number of its rows. Raises RequestError
-        if the gradients differ.
+        `compute(part)` returns a part's mean loss. `counted(part)` returns the count by which this
+        loss is weighted; if it is None, the loss is weighted by the part's number of rows. Every
+        rank has to call this method after the batch's passes. Raises RequestError if the gradients
+        differ.
         """
         training = self._training
         self.close()
@@ -335,9 +341,9 @@ class TrainingAudits:
     ) -> None:
         """Check that a pass which ran out of memory can be divided into parts of up to `rows` rows.
 
-        Raises RequestError on this rank unless the gradients of the parts add up to the gradient of
-        the whole pass. `make_sketcher` returns the GradientSketcher if a library's trainer computes
-        the pass.
+        `compute(part)` returns the loss of a part, and `part` is the pass. `make_sketcher` returns
+        the GradientSketcher if a library's trainer computes the pass. Raises RequestError, on this
+        rank only, if the gradients of the parts don't add up to the gradient of the whole pass.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
@@ -377,13 +383,16 @@ class TrainingAudits:
         self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
 
     def close(self) -> None:
-        """Stop recording the current batch."""
+        """Stop recording how the loss of the current batch is computed."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """Record how the loop computes a batch's first part, if an audit is due."""
+        """Record how the program's loop computes a batch's first part, if an audit is due.
+
+        `part` is yielded by `Split.parts`, and `counted` is its argument `count`.
+        """
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
@@ -434,7 +443,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or only with rows that were cut from the batch."""
+        """Warn if a loss couldn't be audited, or only with the padding of the whole batch."""
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -452,9 +461,10 @@ class TrainingAudits:
             self._decide(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of the calls that computed a loss, with which it can be computed again.
+        """Return the record of how a loss was computed from its batch.
 
-        If that isn't possible, return the reason, as a part of a message.
+        If the loss can't be computed again from the record, return the reason as a part of a
+        message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange figures before its backward pass"
@@ -469,9 +479,10 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss, which the program has multiplied by `factor` on this rank.
+        """Audit a recorded loss, which the program had multiplied by `factor` on this rank.
 
-        `counted` returns the count by which a part's mean loss is weighted (None: its rows).
+        `counted` returns the count by which a part's mean loss is weighted; None means its rows.
+        The result has no audit if the loss can't be computed again or memory ran out.
         """
 
         weights = self._training.weights
@@ -503,9 +514,10 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of rows of the current batch.
+        """Return several choices of a few rows of the current batch, in the order to try them.
 
-        The first is fetched from the data set if possible; the others are cut from the batch.
+        The rows of the first choice are fetched from the data set if possible; those of the others
+        are cut from the batch.
         """
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
@@ -519,7 +531,10 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of the set of weights that are trained, which changes if it does."""
+        """Return a digest of the models' weights and of which of them are trained.
+
+        If it changes, another audit is due.
+        """
         models = self._training.weights.models
         for each in models:
             if each not in self._members:
@@ -544,10 +559,11 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch, or None if there are none.
+        """Return a few rows of the current batch on this rank's device; None if that fails.
 
-        They are fetched from the data set if possible, and are then the same on every rank.
-        Otherwise they are cut from this rank's batch.
+        `taken` is the current batch as its loader yielded it; None without a loader. The rows are
+        fetched from the data set if possible, and are then the same on every rank. Otherwise they
+        are cut from `batch` or from the batch of `record`.
         """
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
@@ -567,7 +583,7 @@ class TrainingAudits:
         return self._move(few)
 
     def _move(self, few: FewRows | None) -> FewRows | None:
-        """Return the rows on this rank's device; None if there are none."""
+        """Return the rows moved to this rank's device; None if `few` is None."""
         if few is None:
             return None
         device = self._training.device
@@ -635,7 +651,10 @@ class TrainingAudits:
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Return a context in which gradient exchanges ignore backward passes, for an audit."""
+        """Return a context in which gradient exchanges ignore backward passes.
+
+        An audit's backward passes must not be all-reduced.
+        """
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -690,8 +709,10 @@ class TrainingAudits:
     ) -> None:
         """Send this rank's result to the other ranks without waiting for them, and act on it.
 
-        If the audit found no difference and `survives` is True, a pass that runs out of memory may
-        be computed again in smaller passes without another check.
+        Depending on the result, this rank warns, raises RequestError or asks for equal shares.
+        `numbers` are the numbers used in the loss, if known. If the audit found no difference and
+        `survives` is True, a pass that runs out of memory may be computed again in smaller passes
+        without another check.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
@@ -717,7 +738,7 @@ class TrainingAudits:
     def _publish(self, own: RankVerdict) -> None:
         """Write this rank's verdict to the store, for the other ranks to read.
 
-        They usually audit the same step, so that the verdicts can be compared.
+        The other ranks usually audit the same step, so that the verdicts can be compared.
         """
         training = self._training
         if not self._can_exchange:
@@ -735,10 +756,10 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn or raise RequestError if only some ranks have left out a batch.
+        """Warn, or raise RequestError if `strict`, if only some ranks have left out a batch.
 
-        All ranks do so in the same step. With a launcher as the reference, shares become equal
-        instead.
+        All ranks do so in the same step. If the reference is the program's own launcher, shares
+        become equal instead.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -790,7 +811,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if the differences may be due to a number that is a count of rows."""
+        """Warn if the differences may come from an unrecognized count of rows in the loss."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -816,10 +837,10 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks' reference gradients of the same rows differ, else None.
+        """Return a verdict if ranks have different reference gradients of the same rows.
 
-        If a difference may come from rounding, return None and let the
-        next audits measure rounding.
+        The result is None if there is no difference. If a difference may come from rounding, the
+        result is also None, and the next audits measure rounding.
         """
         if len({each.rows for each in every}) > 1:
             return None
@@ -869,8 +890,8 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
     """Return the verdicts that ranks have written under these keys of the store.
 
-    The result is empty until all ranks have written theirs, and if the rank
-    that hosts the store has exited.
+    The result is empty until all ranks have written their verdicts, or if the rank that hosts the
+    store has exited.
     """
     store = default_store()
     try:
@@ -882,16 +903,17 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights of a model, and so its gradients."""
+    """True if another library shards the weights of one of the models, and so its gradients."""
     return any(map(is_sharded, models))
 
 
 def make_share_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations of a few rows on one device and on two devices.
+    """Return the computations of a few rows on one device and on two devices, for an audit.
 
-    Each of the two devices computes passes of up to `micro` rows; 0 means a single pass.
+    `loss(part)` returns the mean loss of a part, over rows or over the items that `counted(part)`
+    counts. Each of the two devices computes passes of up to `micro` rows; 0 means a single pass.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)
@@ -909,9 +931,10 @@ def make_share_computations(
 def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Computations:
-    """Return the computations of a few rows under the program's launcher and by shares.
+    """Return the computations of a few rows under the program's own launcher and by shares.
 
-    Under the program's own launcher, the gradient is the mean over equal parts.
+    Under the program's own launcher, the gradient is the mean over equal parts. The arguments are
+    those of `make_share_computations`.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -967,9 +990,10 @@ def weigh_gradients(computations: Computations, scale: float) -> Computations:
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the computation of these batches on as many devices.
+    """Return the computation of `batches`, each on a device of its own.
 
-    Each batch is computed in passes of up to `micro` rows; 0 means a single pass.
+    `sizes` has their numbers of rows. Each batch is computed in passes of up to `micro` rows; 0
+    means a single pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
     """
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):

@@ -1,7 +1,8 @@
 """Time the steps of one rank: compute time (own work), waiting for other ranks, and for data.
 
 Because of the all-reduce of gradients, the backward pass ends at the same time on every rank.
-Therefore a rank's compute time ends when its last gradient is ready, before the all-reduce.
+Therefore a rank's compute time is measured until its last gradient is ready. A step is divided into
+phases (`Phase`), and the timer records a mark, a point in time, at the beginning of each phase.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ PARTS_END = (
 
 
 class HostClock:
-    """The clock of a CPU; its marks are times in seconds, because a CPU computes synchronously."""
+    """The clock of a CPU, which computes synchronously; its marks are times in seconds.
+
+    GpuClock has the same methods.
+    """
 
     mark = staticmethod(time.perf_counter)
     computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
@@ -105,26 +109,29 @@ class HostClock:
 
 
 class GpuClock:
-    """The clock of a GPU; its marks are CUDA events, because a GPU computes asynchronously."""
+    """The clock of a GPU, which computes asynchronously; its marks are CUDA events.
+
+    `make_event` creates an event.
+    """
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record an event on the current stream, after all work enqueued so far, and return it."""
+        """Record an event on the current stream, after all work enqueued before, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event
 
     def computed(self) -> float:
-        """Return NaN, because a GPU doesn't report how long it computes."""
+        """Return NaN, because a GPU doesn't report how long a thread has computed."""
         return math.nan
 
     computed_by_all = computed
 
     def is_past(self, mark: Any) -> bool:
-        """True if the GPU has reached a mark; returns without waiting."""
+        """True if the GPU has computed everything before a mark; this method doesn't wait."""
         return bool(mark.query())
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -160,7 +167,8 @@ class TimedStep(NamedTuple):
 class _CpuTimes:
     """The CPU times of one batch, in seconds; times are NaN until they are known.
 
-    `idle_s` is the result of `_idle_seconds` from when the thread requested the batch.
+    `idle_s` is the result of `_idle_seconds` from when the thread requested the batch. The times
+    represent `stands_for` batches.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -174,7 +182,7 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times of own work up to now, because gradients are ready."""
+        """Measure the CPU times from the batch's arrival until now, because gradients are ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
@@ -202,7 +210,10 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """The batches between two timed batches; their times are measured only by the host."""
+    """The batches since the last timed batch, whose parts weren't timed.
+
+    Only their time for files and validation is measured, by the host.
+    """
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients
@@ -211,7 +222,7 @@ class _Untimed(msgspec.Struct):
 
 
 class _StepDurations(NamedTuple):
-    """The times of a step, in seconds."""
+    """The times of a finished step, in seconds, computed from its marks."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
@@ -223,14 +234,15 @@ class _StepDurations(NamedTuple):
 class StepTimer:
     """Times the steps of a training run on one rank; `single_rank` is True if there is no other.
 
-    A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
-    but the sums include its time. If steps are short, only some batches are timed, and represent
-    the others in the sums. Files and validation are timed in all batches, by the host.
+    A batch without gradients, such as the first of two accumulated batches, isn't counted as a
+    step, but the sums include its time. If steps are short, only some batches are timed, and
+    represent the others in the sums. Time for files and validation is measured in all batches, by
+    the host.
 
-    For a timed batch, all marks are recorded (`_marks`). For other batches, only the current
-    phase is (`_doing`). Between two steps of a real model, little of this code is left in the
-    core's cache, so its cost depends on how much of it runs. Therefore each method handles
-    batches that aren't timed first.
+    A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
+    (`_doing`). Little of this code stays in the CPU's cache between two steps of a real model, so
+    the amount of code that runs matters. Therefore methods first handle batches that aren't timed,
+    and return.
     """
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
@@ -325,11 +337,11 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Attribute the time between two steps, which ends now, to files if any were written.
+        """If files were written between two steps, attribute this time, which ends now, to files.
 
-        Written bytes are counted only if that time is long enough to matter, because counting
-        takes microseconds. Therefore they may include bytes written in earlier steps. `marks`
-        are those of the current batch.
+        `marks` are the marks of the current batch or since the last loop. The written bytes are
+        counted only if the time is long enough to matter, because counting takes microseconds.
+        Therefore the count may include bytes written in earlier steps.
         """
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
@@ -344,16 +356,19 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Attribute the time between two steps to files if any were written.
+        """If files were written between two steps, attribute this time to files.
 
-        That time ends now. This method is for batches that are not timed.
+        This method is for batches that aren't timed.
         """
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call; 0 at first."""
+        """Return the number of bytes that this thread has written since the last call.
+
+        The first call starts counting and returns 0.
+        """
         if self._writes is None:
             self._writes = ThreadWrites()
             self._written = self._writes.count_bytes()
@@ -364,7 +379,7 @@ class StepTimer:
     def note_gradients(self) -> None:
         """End this rank's compute time (own work), because the last gradient of a pass is ready.
 
-        It is called in each pass of a batch; the call in the last pass counts.
+        This method is called in each pass of a batch, and the call in the last pass counts.
         """
         if not (self.has_own_work or self._single_rank):
             return
@@ -382,9 +397,10 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Check whether the GPU is behind its host, when the host has enqueued the last all-reduce.
+        """Record whether the GPU is behind its host, which has just enqueued the last all-reduce.
 
-        The GPU is behind if it hasn't computed the last gradient yet.
+        The GPU is behind if it hasn't computed the last gradient yet. A GPU that isn't behind may
+        be waiting for the host to launch kernels.
         """
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -392,7 +408,7 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_backward(self) -> None:
-        """End the waiting for other ranks, because the backward pass has ended."""
+        """End the phase of waiting for other ranks, because the backward pass has ended."""
         if self._timed:
             self._enter(BETWEEN, SUM)
         elif self._doing == SUM:
@@ -400,7 +416,7 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_update(self) -> None:
-        """Begin the phase in which the optimizer updates the weights."""
+        """Begin the phase of an optimizer's step, and count the step."""
         self._applied = True
         self._updates += 1
         if not self._timed:
@@ -436,7 +452,11 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record that a validation batch begins; does nothing while a training step computes."""
+        """Record that a validation batch begins.
+
+        A validation lasts until its last batch begins. Nothing happens while a training step
+        computes.
+        """
         if self._doing is not None:
             self._note_untimed_validation()
             return
@@ -456,7 +476,7 @@ class StepTimer:
     def _note_untimed_validation(self) -> None:
         """Record that a validation batch begins, after a training batch that isn't timed.
 
-        Validation lasts until its last batch begins, or until its end if it has only one batch.
+        A validation lasts until its last batch begins, or until its end if it has only one batch.
         """
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -473,7 +493,10 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Return a context in which this rank waits for others; its duration isn't own work."""
+        """Return a context in which this rank waits for other ranks.
+
+        The time in the context doesn't count as compute time (own work).
+        """
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -498,8 +521,8 @@ class StepTimer:
     def begin_wait(self) -> bool:
         """Begin to wait for other ranks within a pass, as a sharded model does.
 
-        Return True if this interrupts own work; `end_wait` must then be called. Outside of own
-        work, do nothing and return False.
+        If the rank isn't in the phase of own work, do nothing and return False. After True, call
+        `end_wait`.
         """
         if self._doing == OWN:
             self._doing = SUM
@@ -516,7 +539,7 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of batches begun, and the loop's current phase on the host."""
+        """Return the number of batches that have begun, and the phase that the host is in."""
         doing = self._marks[-1][0] if self._marks else self._doing
         if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
@@ -525,7 +548,8 @@ class StepTimer:
     def finish(self) -> bool:
         """End a step, because the loop requests its next batch.
 
-        Return True if the step counts: its gradients were computed, or an optimizer has used them.
+        Returns True if the step's gradients were computed and all-reduced. A second call before the
+        next batch begins returns False.
         """
         counts = self._computed or self._applied
         if self._doing is not None:
@@ -562,7 +586,7 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a batch; `counts` is False if it has no gradients."""
+        """Save the marks of a batch that ended at `done`; `counts` is False without gradients."""
         step = _MarkedStep(
             self.sizes,
             self._asked,
@@ -585,12 +609,12 @@ class StepTimer:
                 self._count_written()
 
     def _note_validated(self) -> None:
-        """Count the time of a validation that ends in a batch that isn't timed."""
+        """Add the time of a validation, which has ended, to the untimed batches."""
         begun, ended = self._validated
         self._untimed.validation_s += (ended or time.perf_counter()) - begun
 
     def pause(self) -> None:
-        """End a loop; the time until the next batch counts in the sums, but not in a step."""
+        """End a loop; the time until the next batch is added to the sums, but to no step's time."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -603,7 +627,10 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the last `count` steps, without those that the device hasn't finished."""
+        """Return the times of those of the last `count` steps that the device has finished.
+
+        The oldest comes first.
+        """
         self._time_past()
         missing = sum(each.counts for each in self._marked)
         if count <= missing:
@@ -652,9 +679,10 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the medians over the last steps: the device's times, and the times of whole steps.
+        """Return the median times of the last steps.
 
-        An unknown time is 0.
+        The first result has this device's compute time and waiting time, the second the times of
+        the whole step. An unknown time is 0.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -670,7 +698,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Return the times of a step that the device has finished."""
+        """Compute the times of a step that the device has finished from its marks."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
         if asked is None:
@@ -711,6 +739,7 @@ class StepTimer:
     ) -> tuple[float, ...]:
         """Return the times of a step, in seconds, in the order of the fields of StepSums.
 
+        `spans` are the durations of its phases, and `input_s` is the time until its batch arrived.
         If a loop began with the step, the time since the previous loop is included.
         """
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
@@ -743,9 +772,9 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks of a step that may be reused, each once.
+    """Return the marks of a step that can be reused, each of them once.
 
-    They don't include a mark that the next step shares. Two phases may begin at the same mark.
+    Two phases may begin at the same mark. A mark that the next step also uses is left out.
     """
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
@@ -767,9 +796,10 @@ def _positive(seconds: float) -> float:
 def _add_spans(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the duration of each phase from the first mark to `end`, in seconds.
+    """Return the total duration of each phase from the first mark to `end`, in seconds.
 
-    Also returns the duration after the last mark. `seconds` returns the time between two marks.
+    The second result is the time from the last mark to `end`. `seconds` returns the time between
+    two marks.
     """
     took_s = 0.0
     spans: dict[Phase, float] = {}
@@ -782,27 +812,34 @@ def _add_spans(
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
-    """True if the sum of gradients has just ended, according to the marks of a batch."""
+    """True if the last mark is the end of the sum of gradients."""
     return len(marks) > 1 and marks[-1][0] == BETWEEN and marks[-2][0] == SUM
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's times of input, own work, waiting for ranks and between steps, in seconds.
+    """Return a step's times in the four parts that the monitor shows, in seconds.
 
-    These four times, in the order of LastStep, add up to the step. `sums` are the step's times in
-    the order of the fields of StepSums.
+    The parts are waiting for the batch, compute time (own work), waiting for other ranks, and the
+    time between steps. `sums` has the step's times in the order of the fields of StepSums. If ranks
+    wait for each other within a pass, waiting is part of the compute time.
     """
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Return how long this thread hasn't computed, in seconds since an arbitrary start."""
+    """Return for how many seconds this thread hasn't computed, from an arbitrary start.
+
+    The difference between two results is the idle time between the two calls.
+    """
     return time.perf_counter() - time.thread_time()
 
 
 def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
-    """Return a timer for the steps of a rank on `device`."""
+    """Return a timer for the steps of a rank on `device`.
+
+    `single_rank` is True if no other rank trains.
+    """
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), single_rank)
 
 
@@ -811,10 +848,11 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor, and writes the journal of the training run.
+    """Reports the steps of one rank to evener's monitor, and writes the training run's journal.
 
     Rank 0 writes the journal if `journal` is True or evener launched the training run. `shares` has
-    the current shares, and `timer` has the times of the steps.
+    the current shares, `timer` has the times of the steps, and `noise` measures the gradient noise
+    scale; None if it isn't measured.
     """
 
     def __init__(
@@ -851,7 +889,8 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step with `rows` rows of this rank to the monitor.
 
-        `tokens` has the numbers of tokens in these rows, without and with padding.
+        `tokens` has the numbers of tokens in these rows, without and with padding; zeros mean
+        unknown.
         """
         if self.shares is self._described and self._reporter.count(rows, tokens):
             return
@@ -867,7 +906,7 @@ class StepReporter:
     def note_change(self, change: ShareChange) -> None:
         """Record a change of shares for the monitor and the journal.
 
-        The journal is written at once, because the run may end before its next regular entry.
+        The journal is written immediately, because the run may end before its next regular entry.
         """
         self.changes.append(change)
         if self._journal is not None:
@@ -886,7 +925,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Add the other ranks' lines about passes that ran out of memory to the journal."""
+        """Add lines of other ranks about passes that ran out of memory to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # the group's store no longer exists
@@ -973,8 +1012,9 @@ def _note_updated(*_: Any) -> None:
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer's step begins; a hook for all optimizers.
 
-    If the step has a closure, as in Lightning, timers are notified once the closure has computed
-    the gradients. The first element of `arguments` is the optimizer itself.
+    This is a pre-hook of optimizers; the first element of `arguments` is the optimizer itself. If
+    the step has a closure, as in Lightning, return arguments with a closure that notifies timers
+    once the gradients are computed. Otherwise return None.
     """
     closure = None
     if keywords or len(arguments) > 1:

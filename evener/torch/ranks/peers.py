@@ -42,16 +42,19 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 
 
 class ExitNote(msgspec.Struct, frozen=True):
-    """The note that a rank writes to the store when it exits."""
+    """The note that a rank writes to the store as it exits.
 
-    error: str | None = None  # its error; empty without an error, None if it wrote no note
+    A rank that exited without writing its note is represented by the default values.
+    """
+
+    error: str | None = None  # its error; "" if it had no error, None if it wrote no note
     batches: int = 0  # number of batches that it has begun
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message about the exit of `rank`, which wrote this note.
+        """Return a message about the exit of `rank`, to which this note belongs.
 
-        It is printed by a rank that waits for `rank`.
+        A rank that waits for `rank` prints the message.
         """
         end = "ended", self.error
         if self.error is None:
@@ -66,10 +69,11 @@ class ExitNote(msgspec.Struct, frozen=True):
 
 
 class PeerWatcher:
-    """Watches the other ranks of the default process group, and reports if one has exited.
+    """Detects that other ranks of the default process group have exited, from their exit notes.
 
-    `read_progress` returns the number of batches that this rank has
-    begun, and its current activity.
+    `read_progress` returns the number of batches that this rank has begun, and its current
+    phase. On GPUs, a thread reads the notes. If this rank is stuck because of an exited rank, the
+    thread prints the reason and ends the process.
     """
 
     newest: PeerWatcher | None = None
@@ -101,7 +105,7 @@ class PeerWatcher:
     def note(self, error: str) -> None:
         """Write this rank's exit note; only the first call has an effect.
 
-        `error` is the error that ends this rank, or empty.
+        `error` describes the error that ends this rank; it is empty if there is none.
         """
         if self._noted_error is None:
             self._noted_error = error
@@ -113,7 +117,7 @@ class PeerWatcher:
         """Write this rank's note once its GPU is done, then wait for the other ranks' notes.
 
         The wait lasts up to WAIT_SECONDS. A rank without a GPU doesn't wait if its note has an
-        error.
+        error, because the other ranks then learn from gloo that it has left.
         """
         if self._over.is_set():
             return
@@ -158,7 +162,10 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Wait for the other ranks' notes; return why the connections to them were lost."""
+        """Return a message that says why the connections to other ranks were lost.
+
+        For that, wait up to WAIT_SECONDS for a note of another rank.
+        """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -172,9 +179,9 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a message about one rank that has exited.
+        """Return a message about one of the ranks that have exited.
 
-        Ranks with an error come first, then ranks without one, then ranks that wrote no note.
+        A rank with an error is preferred, then a rank without an error, then one without a note.
         """
         rank = min(
             self.notes,
@@ -183,9 +190,10 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a thread that runs until the GPU has finished its work.
+        """Start and return a thread that runs until the GPU has finished its work.
 
-        A separate thread is needed, because any call to the GPU may block until then.
+        Any call to the GPU may block until then, so that the caller can only check the thread.
+        Without a GPU, the thread ends immediately.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
@@ -194,9 +202,9 @@ class PeerWatcher:
         return thread
 
     def join_threads(self) -> None:
-        """Join threads that were blocked until the process left its group.
+        """Join this object's threads, which may have been blocked until the process left its group.
 
-        A thread that is inside PyTorch when Python exits would abort the process.
+        A thread that is still inside PyTorch when Python exits would abort the process.
         """
         for thread in (self._thread, *self._gpu_waits):
             if thread.is_alive():
@@ -214,7 +222,8 @@ class PeerWatcher:
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank still waits for an exited rank after WAIT_SECONDS.
 
-        With `leaves`, this rank is leaving a process group, in which NCCL waits for all ranks.
+        `leaves` is True if this rank is leaving a process group, for which NCCL waits for all
+        ranks.
         """
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
@@ -239,9 +248,9 @@ class PeerWatcher:
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
-    """Watch for the exit of other ranks, and notify them of the exit of this rank.
+    """Detect the exit of other ranks from now on, and notify them of the exit of this rank.
 
-    This process then also leaves the process group at exit. `read_progress` is passed to the
+    This process then also leaves the process group at exit. `read_progress` is the argument of
     PeerWatcher.
     """
     newest = PeerWatcher.newest
@@ -278,7 +287,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What this process does when the interpreter exits."""
+    """The settings of what this process does when the interpreter exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -286,11 +295,11 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """At exit, print advice or the rank at fault below an error that ends the program.
+    """If an error ends the program, print advice or the rank at fault below it, at exit.
 
-    The process also leaves its process group if `watch_peers` was called. `advise` is a method of
-    the newest training run, and is called if its object still exists. It returns advice about an
-    error, or "".
+    `advise` returns advice about an error, or "" if it has none. It is a method of the newest
+    training run, and is called only if its object still exists. At exit, the process also leaves
+    its process group if `watch_peers` was called.
     """
     _ExitActions.advise = advise
     _register_exit()
@@ -311,9 +320,10 @@ def _leave_at_exit() -> None:
 
 
 def explain_failure(error: BaseException) -> None:
-    """Print advice or the rank at fault below an error that ends this program.
+    """Print advice about an error that ends this program, and the rank at fault.
 
-    Unless the error means that other ranks are lost, also write a note with the error for them.
+    If the error was raised because another rank has exited, the message names that rank. Otherwise
+    this rank is at fault, and its exit note, with the error, is written for the other ranks.
     """
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)

@@ -1,4 +1,4 @@
-"""The setup of a PyTorch training process: its rank, device, process group and all shares."""
+"""Set up a PyTorch training process: its rank, its device, its process group and all shares."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class ProcessRank(msgspec.Struct, frozen=True):
-    """A process's rank among the `world` processes of a training run, and on its machine."""
+    """A process's rank among the `world` processes of a training run.
+
+    `local_rank` is its rank among the processes on its machine.
+    """
 
     rank: int
     world: int
@@ -48,7 +51,8 @@ class ProcessRank(msgspec.Struct, frozen=True):
 def find_process_rank() -> ProcessRank:
     """Return this process's rank, from its process group or torchrun's environment variables.
 
-    Without either, there is a single process. Raises PlanError if the variables are invalid.
+    If there is neither, the process trains alone and has rank 0. Raises PlanError if the variables
+    are invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -67,7 +71,10 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if an environment variable for the rendezvous of processes is missing."""
+    """Raise PlanError if one of the environment variables `names` is missing.
+
+    They are needed for the rendezvous of several processes; with a `world` of 1, none is.
+    """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -88,7 +95,7 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the GPUs that PyTorch sees in this process: UUID -> index in PyTorch."""
+    """Map the UUIDs of the GPUs that PyTorch sees in this process to their indices in PyTorch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
@@ -96,8 +103,10 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    It is the plan's GPU, found by its UUID, else the GPU whose index is the local rank, else the
-    CPU. Raises DeviceError if the plan has a GPU for this rank and PyTorch sees neither GPU.
+    `share` is this process's share in the plan; None without a plan. `gpus` is the result of
+    `visible_gpus`. The device is the first of these that exists: the plan's GPU, found by its UUID;
+    the GPU whose index is the local rank; the CPU. Raises DeviceError if the plan has a GPU for
+    this process and PyTorch sees neither of the two GPUs.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -125,8 +134,9 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Set up this process for its device, in the same way as a probe.
 
     A GPU becomes the current device. A process for a CPU slice is pinned to the slice's cores, with
-    one thread per core, unless evener launch has already done so. `trainings` is the number of
-    packed training runs that share the cores.
+    one thread per core, unless evener launch has already done so. `share` is this process's share
+    in the plan; None without a plan. `trainings` is the number of packed training runs that share
+    the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -149,8 +159,8 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 def fetching_threads(processes: int) -> int:
     """Return the number of threads that fetch rows for a GPU.
 
-    It is 8, or less if this process has fewer cores. `processes` is the number of processes on this
-    machine that fetch rows.
+    It is 8, or this process's part of the machine's cores if that is smaller. `processes` is the
+    number of processes on this machine that fetch rows.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
@@ -197,10 +207,11 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def exchange_values(
     store: Any, prefix: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Exchange values of all ranks through a store; return them in rank order.
+    """Gather a value from every rank through a store; return the values in rank order.
 
-    No key of the store may start with `prefix` yet. If `seconds` isn't 0, it is a timeout: if a
-    rank calls later, the result is empty on all ranks.
+    `own` is the value of `rank`, and `world` is the number of ranks. No key of the store may start
+    with `prefix` yet. If `seconds` isn't 0, it is a timeout: if a rank calls this function later,
+    the result is empty on all ranks.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -230,7 +241,7 @@ def _open_store() -> Any:
 def join(device: Any, backend: str | None) -> None:
     """Create the process group from torchrun's environment variables, unless there is one.
 
-    By default the backend is NCCL for GPUs and gloo for CPUs.
+    If `backend` is None, it is NCCL for GPUs and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -249,7 +260,7 @@ class RankShares(msgspec.Struct, frozen=True):
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
     micros: tuple[int, ...]  # maximum rows per pass of each rank
-    passes: tuple[int, ...]
+    passes: tuple[int, ...]  # number of passes of each rank
     shares: tuple[Share, ...]  # the plan's shares; without a plan, this rank's device for each rank
     workload: str
     training: str  # an id that is the same on all ranks
@@ -293,9 +304,9 @@ class RankShares(msgspec.Struct, frozen=True):
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return a plan, loaded from a file if `plan` is a path.
+    """Return `plan`, loaded from its file if `plan` is a path.
 
-    If `plan` is None, return the plan of evener launch, or None if there is none.
+    If `plan` is None, return the plan of `evener launch`, or None if there is none.
     """
     if isinstance(plan, Plan):
         return plan
@@ -314,7 +325,10 @@ def find_shares(
 ) -> RankShares:
     """Return the shares of all ranks, from `plan`, from evener launch's plan or from `ratios`.
 
-    Every rank has to call this function. `device` is this process's device if it is already chosen.
+    Every rank has to call this function. `global_batch` is the number of rows per step, by default
+    the plan's. `options` are the user's options that have to be the same on all ranks. `device` is
+    this process's device if it is already chosen.
+
     Raises PlanError on every rank if a rank can't read its plan, or if the number of processes
     isn't the number of shares. If the plan was measured on other devices, PlanError is raised if
     `strict` is True; otherwise a warning is printed. Raises RequestError if `options` differ
@@ -347,7 +361,7 @@ def find_shares(
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the key in `gpus` of this process's GPU, or "" if `device` isn't a GPU."""
+    """Return the UUID of this process's GPU, a key of `gpus`; "" if `device` isn't a GPU."""
     if device is None or device.type != "cuda":
         return ""
     return next((name for name, index in gpus.items() if index == device.index), "")
@@ -356,7 +370,10 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
 def _gather_agreed_infos(
     own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]
 ) -> list[RankInfo]:
-    """Return the RankInfo of all ranks in rank order; raise RequestError if they don't agree."""
+    """Return the RankInfo of all ranks, in rank order.
+
+    Raises RequestError or PlanError on every rank if the ranks have different plans or options.
+    """
     training = secrets.token_hex(8)
     told = msgspec.structs.replace(own, options=dict(options), training=training)
     ranks = gather_infos(told, process)
@@ -399,7 +416,10 @@ def _share_by_plan(
     ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
-    """Return the shares of all ranks, each matched to its rank by host and device."""
+    """Return the shares of all ranks; shares are matched to ranks by their host and device.
+
+    Warn of `differences` between the plan and this training run.
+    """
     active = plan.layout.active
     order = order_shares(active, ranks)
     for difference in differences:
@@ -426,7 +446,7 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if a plan was measured with limits, because a training run has no such limits."""
+    """Warn if a plan was measured with limits on devices, because a training run has no limits."""
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:
         warnings.warn(
@@ -436,9 +456,9 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that any rank sees, for comparison with the plan's.
+    """Return the UUIDs of the GPUs that any rank sees, for comparison with the plan's devices.
 
-    Return None if all devices in the plan are CPU slices.
+    Return None, so that nothing is compared, if all devices in the plan are CPU slices.
     """
     if all(map(is_cpu, active)):
         return None

@@ -1,9 +1,9 @@
 """Detect SIGTERM on any rank, and stop all ranks at the same step.
 
-SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job. Only one rank may
-get the signal, but ranks that stop at different steps would wait for each other forever. Therefore
-four times a second the ranks check whether any rank got it, with an all-reduce of 16 bytes over
-gloo on the host. Steps between two checks aren't slowed.
+SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job. It is possible
+that only one rank gets the signal, but ranks that stop at different steps would wait for each other
+forever. Therefore the ranks check four times a second whether any rank got it, with an all-reduce
+of 16 bytes over gloo on the host. Steps between two checks aren't slowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 class StopSignal:
     """Reports whether any rank has received SIGTERM, with the same result on all ranks.
 
-    Every rank has to create a StopSignal, and to call `is_agreed` after each step.
+    Every rank has to create a StopSignal, and to call `is_agreed` after each step. `world` is the
+    number of ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -53,7 +54,7 @@ class StopSignal:
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Restore the previous handler of SIGTERM."""
+        """Restore the previous handler for SIGTERM."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 

@@ -1,7 +1,7 @@
-"""Choose the batches whose parts are timed.
+"""Choose the batches whose phases are timed, so that timing takes little of the host's time.
 
 Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events. With steps of
-10 ms, timing each batch would take 1 to 2 % of the host's time. On a CPU, adding up the parts of a
+10 ms, timing each batch would take 1 to 2 % of the host's time. On a CPU, adding up the phases of a
 batch takes 3 to 15 us, depending on how much of the core's cache the step has replaced.
 """
 
@@ -33,7 +33,8 @@ class TimedBatches:
 
     Therefore every position in a cycle of batches, such as the batches of one update, is timed
     eventually. The choice depends only on the batch's number and the stride, so ranks with the same
-    stride choose the same batches.
+    stride choose the same batches. `stride` adapts to the duration of batches, so that `rate` is
+    kept. `clock` returns seconds.
     """
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,7 +46,7 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this for increasing numbers, including all those that `find_next` returns.
+        Call this method for increasing numbers, including every number that `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()

@@ -18,10 +18,10 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Exclude waiting within passes from this timer's compute time from now on.
+    """Exclude waiting for collectives within passes from a StepTimer's compute time from now on.
 
-    On a CPU, the host waits for collectives. On a GPU, the host doesn't wait; the excluded time is
-    that in which a stream waits for another stream that communicates.
+    On a CPU, the host waits for collectives. On a GPU, the host doesn't wait, and the excluded time
+    is the time in which a stream waits for another stream, which communicates.
     """
     _timers.add(timer)
     _watch(dist.Work, "wait")
