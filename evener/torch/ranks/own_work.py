@@ -337,7 +337,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """If files were written between two steps, attribute this time, which ends now, to files.
+        """If files were written since the phase between two steps began, turn it into file time.
 
         `marks` are the marks of the current batch or since the last loop. The written bytes are
         counted only if the time is long enough to matter, because counting takes microseconds.
@@ -356,7 +356,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """If files were written between two steps, attribute this time to files.
+        """If files were written since the phase between two steps began, count it as file time.
 
         This method is for batches that aren't timed.
         """
@@ -521,8 +521,8 @@ class StepTimer:
     def begin_wait(self) -> bool:
         """Begin to wait for other ranks within a pass, as a sharded model does.
 
-        If the rank isn't in the phase of own work, do nothing and return False. After True, call
-        `end_wait`.
+        Return True if this interrupts own work; `end_wait` must then be called. In any other phase,
+        do nothing and return False.
         """
         if self._doing == OWN:
             self._doing = SUM
@@ -1010,11 +1010,11 @@ def _note_updated(*_: Any) -> None:
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Notify all timers that an optimizer's step begins; a hook for all optimizers.
+    """Notify all timers that an optimizer's step begins.
 
-    This is a pre-hook of optimizers; the first element of `arguments` is the optimizer itself. If
-    the step has a closure, as in Lightning, return arguments with a closure that notifies timers
-    once the gradients are computed. Otherwise return None.
+    PyTorch calls this hook before each step; the first element of `arguments` is the optimizer. If
+    the step has a closure, as in Lightning, return arguments with a closure that notifies the
+    timers once the gradients are computed. Otherwise return None, which changes nothing.
     """
     closure = None
     if keywords or len(arguments) > 1:
