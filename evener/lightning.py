@@ -261,7 +261,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Check loaders and optimizers before the first step, once they exist.
 
         Raises RequestError if training data don't come from one `split.loader`, if training_step
-        fetches batches itself, or if LBFGS or a learning-rate search is used with several passes.
+        fetches batches itself, or if LBFGS or a learning-rate finder is used with several passes.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -307,7 +307,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _note_searches(self) -> None:
         """Forbid dividing a share into passes if LBFGS or a learning-rate finder is used.
 
-        They need the loss of the whole batch.
+        Both need the loss of the whole batch.
         """
         if self._searches:
             self._planned.weights.computes_at_once = True

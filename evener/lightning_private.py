@@ -1,7 +1,7 @@
 """The private attributes and methods of Lightning that evener uses, each with its purpose.
 
-tests/evener/test_lightning_private.py checks each of them, so it fails first if a new version of
-Lightning changes one. This module doesn't import Lightning, because a program may use it under
+tests/evener/test_lightning_private.py checks each of them, so that it fails first if a new version
+of Lightning changes one. This module doesn't import Lightning, because a program may use it under
 either of two package names: lightning and pytorch_lightning.
 """
 

@@ -91,8 +91,8 @@ def _count_labels(
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     """Return the loss times `factor`.
 
-    With factor 0, the result is 0 even if the loss is infinite or NaN. It still depends on all
-    parameters of the model, so that each of them gets a gradient.
+    With factor 0, the result is 0 even if the loss is infinite or NaN. The result still depends on
+    all parameters of the model, so that each of them gets a gradient.
     """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)

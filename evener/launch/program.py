@@ -38,7 +38,7 @@ SAVED_FILE = "saved_shares.json"  # in the same folder
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """Identifies the program and the training run that the plan beside this file belongs to."""
+    """Identifies the program and training run to which the plan in the same folder belongs."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin

@@ -79,7 +79,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost: Cost | None = None  # cost of a padded pass, if rows have unequal lengths
     tokens: Count = 0  # maximum padded tokens per pass; 0: no known limit
     host: str = ""  # name or address of the device's machine, if the plan spans several machines
-    curve: Knots = ()
+    curve: Knots = ()  # measured step times by rows; empty: not measured
     most: Rows = 0  # maximum rows per pass that fit in its memory; 0: unknown
     # fraction of parameters, gradients and optimizer state that the device holds; 0: all of them
     state: float = 0.0

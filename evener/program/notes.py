@@ -26,7 +26,7 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 class SharesOrigin(msgspec.Struct, frozen=True):
     """The model and batch of the earlier training run that determined a plan's shares.
 
-    They are compared with the current ones, because another model or batch may need other shares.
+    Both are compared with the current model and batch, because others may need other shares.
     """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
@@ -85,7 +85,7 @@ def say(words: str) -> None:
 class Notebook:
     """Records this rank's training, and writes it as a RankNote when the process exits.
 
-    It also prints evener's messages to the user, each of them once.
+    A Notebook also prints evener's messages to the user, each of them once.
     """
 
     def __init__(self, settings: ProgramSettings) -> None:

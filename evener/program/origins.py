@@ -1,7 +1,7 @@
 """Track what a program computes from values that its ranks exchange.
 
-Uneven shares change these values. That matters if they affect the program's loss, weights or
-learning rates, but not if they are only printed.
+Uneven shares change exchanged values. The change matters if the values affect the program's loss,
+weights or learning rates, but not if they are only printed.
 """
 
 from __future__ import annotations

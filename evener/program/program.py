@@ -274,7 +274,7 @@ class Program:
         return not has_group and is_started_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Report that the program trains on one device, followed by `advice` how to change that.
+        """Report that the program trains on one device, followed by `advice` on changing that.
 
         Raises RequestError if `evener run` was started with `--strict`.
         """

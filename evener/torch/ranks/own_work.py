@@ -337,7 +337,7 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """If files were written since the phase between two steps began, turn it into file time.
+        """Turn the phase between two steps into file time if files were written in it.
 
         `marks` are the marks of the current batch or since the last loop. The written bytes are
         counted only if the time is long enough to matter, because counting takes microseconds.
@@ -356,7 +356,7 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """If files were written since the phase between two steps began, count it as file time.
+        """Count the phase between two steps as file time if files were written in it.
 
         This method is for batches that aren't timed.
         """

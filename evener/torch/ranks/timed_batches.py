@@ -18,7 +18,7 @@ GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread 
 
 
 class Rate(NamedTuple):
-    """Time one batch in `seconds`, but at least once in `most_stride` batches."""
+    """How often a batch is timed: once in `seconds`, but at least once in `most_stride` batches."""
 
     seconds: float
     most_stride: int  # a power of 2

@@ -63,8 +63,8 @@ class Epoch:
     def leaves_one(self) -> bool:
         """True if the epoch's last batch may still be waiting to be computed.
 
-        That is the case if a training loop fetched the next epoch's first batch before computing
-        this one.
+        That is the case if a training loop fetched the next epoch's first batch before it computed
+        this epoch's last batch.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
