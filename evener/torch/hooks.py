@@ -1,8 +1,8 @@
 """Process-wide hooks and replaced functions of PyTorch that exist only while something needs them.
 
 PyTorch calls such a hook for every optimizer or module of the process. Therefore evener registers
-none on import: the first training, or the first wrapped model, adds the hook, and it is removed
-with the last one.
+no hook on import. The first training run, or the first wrapped model, registers the hook, and it is
+removed when the last of them no longer needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """List the parameters and buffers of a model, and cache the lists until a new one is registered.
 
-PyTorch's own `parameters()` and `buffers()` visit every module of the model. In each step, that
-would take longer than a small model's forward pass.
+PyTorch's own `parameters()` and `buffers()` visit every module of the model. Calling them in each
+step would take longer than a small model's forward pass.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def find_process_rank() -> ProcessRank:
 def _check_set(world: int, *names: str) -> None:
     """Raise PlanError if one of the environment variables `names` is missing.
 
-    They are needed for the rendezvous of several processes; with a `world` of 1, none is.
+    Several processes need them for their rendezvous; a single process (`world` 1) needs none.
     """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:

@@ -194,8 +194,8 @@ class UnevenBatchSampler:
     def warn_of_short_batches(self, planned: int) -> None:
         """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
 
-        It is too small if it has fewer rows than `planned`, the plan's global batch; if `planned`
-        is 0, its size isn't checked.
+        The data set is too small if it has fewer rows than `planned`, the plan's global batch. If
+        `planned` is 0, the size of the data set isn't checked.
         """
         if self.length < planned:
             warnings.warn(
