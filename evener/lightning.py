@@ -74,7 +74,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         """Set the PlannedTraining and its options, and reset the strategy's state.
 
-        `__init__` calls this method, and so does code that creates a strategy without `__init__`.
+        The arguments are those of the class. `__init__` calls this method, and so does code that
+        creates a strategy without `__init__`.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"

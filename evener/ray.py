@@ -109,7 +109,7 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the resources of each worker, by resource name.
+    """Return the resources of each worker on `nodes`, by resource name.
 
     Each worker gets one CPU, or a fraction of one if a host has fewer CPUs than workers, and one
     GPU if the plan uses GPUs. Ray requires all workers to have the same resources.

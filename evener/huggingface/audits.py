@@ -42,7 +42,8 @@ _OURS = "evener."
 class TrainerAudit:
     """Audits the steps of one trainer.
 
-    `dataset` and `collate` are the data set and the collator of its training loader.
+    `dataset` and `collate` are the data set and the collator of its training loader. `gathering`
+    replaces the gathering of metrics, so that audits don't communicate with other ranks.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -162,7 +163,10 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation that the program's own launcher runs: a mean over equal parts."""
+        """Return the computation that the program's own launcher runs: a mean over equal parts.
+
+        The parts are those of the rows in `few`.
+        """
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -183,7 +187,10 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function for the trainer's own loss, as one of `world` processes computes it."""
+        """Return a function that computes the trainer's own loss as one of `world` processes.
+
+        `items` is the number of items that is passed to the loss; None if the trainer counts none.
+        """
         return refuse_collectives(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:

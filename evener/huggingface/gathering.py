@@ -146,7 +146,7 @@ class Gathering:
         return put_back
 
     def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """Return the sums over all ranks of a tensor of shape (n,), on its device."""
+        """Return the sums over all ranks of the tensor `figures` of shape (n,), on its device."""
         sums: torch.Tensor = self._gather(figures[None]).sum(0)
         return sums
 
@@ -286,7 +286,8 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not follo
     """A loader of every world-th batch of another loader; rank r begins with batch number r.
 
     If the number of batches isn't a multiple of the number of ranks, some ranks load the last batch
-    once more, so that all ranks take the same number of steps. The repeated rows don't count.
+    once more, so that all ranks take the same number of steps. The repeated rows don't count:
+    `gathering` leaves them out of gathered values.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

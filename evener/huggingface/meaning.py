@@ -68,11 +68,12 @@ def find_loss(
     function. It raises RequestError on every rank if the loss isn't a mean over rows, labels or
     items.
 
-    `make` returns a few rows of the trainer's data, or None. `ignores` is True if some labels of
-    the data are ignored. In that case, more labels are masked if means over rows and over labels
-    can't be distinguished otherwise. On a CPU, masking is always tried, because an error can be
-    caught there. On a GPU, a loss that doesn't support ignored labels would kill the process.
-    `in_parts` is True if a single process needs smaller passes; any error is then raised.
+    `computations` computes the trainer's loss, and `gathering` counts its gather calls. `make`
+    returns a few rows of the trainer's data, or None. `ignores` is True if some labels of the data
+    are ignored. In that case, more labels are masked if means over rows and over labels can't be
+    distinguished otherwise. On a CPU, masking is always tried, because an error can be caught
+    there. On a GPU, a loss that doesn't support ignored labels would kill the process. `in_parts`
+    is True if a single process needs smaller passes; any error is then raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -207,7 +208,9 @@ class LossFinder:
     def _is_scaled(self, reference: Sketch) -> bool:
         """True if the loss is a sum divided by the number of items that it receives.
 
-        Raises RequestError if only a part of the loss is divided by that number.
+        `reference` is the loss and gradient with the right number of items. They are compared with
+        the loss and gradient for twice that number. Raises RequestError if only a part of the loss
+        is divided by the number.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False

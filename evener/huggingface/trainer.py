@@ -333,8 +333,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> torch.Tensor:
         """Train on the passes of a global batch, and return the sum of their losses.
 
-        `inputs` are the batches of the passes. Each loss is weighted so that the mean over ranks is
-        the loss of one process.
+        `inputs` are the batches of the passes, and `num_items_in_batch` is passed to the loss. Each
+        loss is weighted so that the mean over ranks is the loss of one process.
         """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
@@ -492,8 +492,9 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    With `chooses`, the rows are chosen to differ most, from the next rows and other rows of the
-    epoch. Otherwise the result has the next rows. Return None if there are fewer than two rows.
+    `sampler` has the order of rows, and `collate` collates them. With `chooses`, the rows are
+    chosen to differ most, from the next rows and other rows of the epoch. Otherwise the result has
+    the next rows. Return None if there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)

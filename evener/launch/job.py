@@ -192,9 +192,10 @@ def make_job(
 
     `command` is a script, or `-m` and a module, followed by arguments. If `executable` isn't empty,
     it is run with the command as its arguments, and trains with PyTorch. `host` is this host's name
-    in the plan, and `rendezvous` is HOST:PORT; if they are None, both are found from the plan. With
-    `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if the training
-    run can't start on this host.
+    in the plan, and `rendezvous` is HOST:PORT; if they are None, both are found from the plan. All
+    hosts have to join within `wait_seconds`, and processes have `grace_seconds` to exit after
+    SIGTERM. With `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if
+    the training run can't start on this host.
     """
     if path.exists() and not path.is_file():
         raise PlanError(

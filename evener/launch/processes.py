@@ -128,7 +128,10 @@ def named_output(
 
 
 class _LineNames:
-    """Provides the prefix of a process's output lines, which may change from empty to its name."""
+    """Provides the prefix of a process's output lines.
+
+    The prefix is empty until `has_several` returns True, and then the process's name.
+    """
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -316,7 +319,10 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the environment variables of the agent, which its processes inherit."""
+    """Return the environment variables of the agent, which its processes inherit.
+
+    On a single host, they contain `address` (HOST:PORT), with a file for the rendezvous.
+    """
     more = {}
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)

@@ -141,9 +141,9 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return a Python command line without Python's own options.
+    """Return the arguments `words` of a Python command without Python's own options.
 
-    The result begins with the script, `-m` or `-c`.
+    The result begins with the script, `-m` or `-c`; it is empty if there is none.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -351,7 +351,10 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return lines about the gradient's noise scale and about passes that ran out of memory."""
+    """Return lines for the final report from the ranks' notes.
+
+    They are about passes that ran out of memory and about the gradient noise scale.
+    """
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

@@ -60,7 +60,8 @@ def solve_shares(
 ) -> tuple[int, ...] | None:
     """Return the rows per device that minimize the step time; None if they don't fit in memory.
 
-    Shares sum to `batch`, and each is at least `quantum`.
+    `curves` has each device's compute time by rows. Shares sum to `batch`, and each is at least
+    `quantum`.
 
     - `pass_limits` has the maximum number of rows that fit in each device's memory in one pass, or
       0 if there is no limit.

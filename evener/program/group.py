@@ -105,9 +105,9 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    `method` is the script's `init_method`. A script may choose another address for evener's ranks,
-    so a different address alone doesn't exclude them. A different address excludes evener's ranks
-    only if a launcher in the program has also started sibling ranks.
+    `place` is this process's rank in the group, and `method` is the script's `init_method`. A
+    script may choose another address for evener's ranks, so a different address excludes them only
+    if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):

@@ -70,7 +70,7 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line from evener to standard error, on the first rank only.
+    """Print the line `words` from evener to standard error, on the first rank only.
 
     If there are several ranks, the line begins with a carriage return and a newline so that it
     isn't appended to a progress bar. Tools that merge the output of several processes drop an

@@ -330,7 +330,8 @@ class Program:
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record that the program's own code calls the collective `name` in a trainer's step.
 
-        Once shares are uneven, print a warning instead.
+        `start` has the even steps of that trainer. Once they are over and shares are uneven, print
+        a warning instead.
         """
         place = find_callback()
         if not place or not start.is_training:

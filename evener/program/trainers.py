@@ -137,7 +137,10 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn if an epoch's last batch is shorter than under the program's own launcher."""
+    """Warn if an epoch's last batch is shorter than under the program's own launcher.
+
+    `global_batch` is the number of rows of all other batches.
+    """
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
@@ -188,7 +191,8 @@ _start = subprocess.Popen.__init__
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
     """Start a process, in place of `subprocess.Popen.__init__`.
 
-    Raises RequestError if it is another Python or torchrun, because that process would train.
+    Raises RequestError if the command `words` is another Python or torchrun, because that process
+    would train.
     """
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):

@@ -408,7 +408,8 @@ class TrainingAudits:
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit a loss on which the program's loop has called backward.
 
-        Raises RequestError if the gradients differ.
+        `recorder` has recorded how the loss was computed. Raises RequestError if the gradients
+        differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
@@ -861,7 +862,11 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if ranks compute their losses with different numbers."""
+        """Warn if ranks compute their losses with different numbers.
+
+        `every` has the numbers of each rank, in the order in which its loss uses them. Nothing is
+        compared if ranks have used different numbers of them.
+        """
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -872,7 +877,7 @@ class TrainingAudits:
                 return
 
     def _warn_once(self, words: str) -> None:
-        """Print a warning unless it was printed before."""
+        """Print the warning `words` unless it was printed before."""
         if words not in self._warned:
             self._warned.add(words)
             warnings.warn(words, stacklevel=2)

@@ -167,8 +167,8 @@ class TimedStep(NamedTuple):
 class _CpuTimes:
     """The CPU times of one batch, in seconds; times are NaN until they are known.
 
-    `idle_s` is the result of `_idle_seconds` from when the thread requested the batch. The times
-    represent `stands_for` batches.
+    `clock` is the timer's clock. `idle_s` is the result of `_idle_seconds` from when the thread
+    requested the batch. The times represent `stands_for` batches.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -232,7 +232,9 @@ class _StepDurations(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a training run on one rank; `single_rank` is True if there is no other.
+    """Times the steps of a training run on one rank.
+
+    `clock` is a HostClock or a GpuClock, and `single_rank` is True if no other rank trains.
 
     A batch without gradients, such as the first of two accumulated batches, isn't counted as a
     step, but the sums include its time. If steps are short, only some batches are timed, and

@@ -183,7 +183,7 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order, before devices are chosen.
 
-    Every rank has to call this function.
+    `own` is this rank's RankInfo. Every rank has to call this function.
     """
     if process.world == 1:
         return [own]

@@ -93,7 +93,7 @@ class StepListener:
         """
 
     def end(self, origin: Epoch) -> None:
-        """Called when an epoch has ended or its loop was left early."""
+        """Called when the iteration `origin` has ended or its loop was left early."""
 
 
 class Loader:
@@ -432,8 +432,8 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     `ahead`, the next batch is fetched before a batch is yielded, as in accelerate's loader, so that
     a callback's change to a collator first affects the same batch with and without a plan. `begins`
     is called when a loop begins, and `asks` when the loop requests a batch, after it has computed
-    the previous one. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch,
-    also under other shares if the global batch is the same.
+    the previous one. `steps` is the batch sampler, and `options` are passed to DataLoader.
+    `load_state_dict` resumes in mid-epoch, also under other shares if the global batch is the same.
     """
 
     def __init__(

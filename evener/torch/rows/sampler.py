@@ -137,7 +137,8 @@ class UnevenBatchSampler:
 
     `length` is the number of rows of the data set, and `shares` has the number of rows of each rank
     in a full global batch; `change_shares` changes it. No batch is empty: a rank without rows gets
-    a filler row. Rows are shuffled in each epoch if `shuffle` is True; `order` replaces that. With
+    a filler row. With `shuffle`, rows are shuffled in each epoch, depending on `seed`; `order`
+    replaces that. With `drop_last`, a last batch with fewer rows than the others is left out. With
     `join_tail`, a last batch with fewer rows than ranks is joined to the batch before it. With
     `without_rows`, ranks may have a share of 0. Raises RequestError if the shares, the length or
     the rank is invalid.
