@@ -341,10 +341,10 @@ def run_compared(call: ExchangeCall) -> Any:
 
 
 class _Complete:
-    """A completed work handle, returned for an asynchronous call."""
+    """A completed work handle, returned for an asynchronous call (`async_op=True`)."""
 
     def wait(self, *_: Any) -> bool:
-        """Return immediately."""
+        """Return True immediately, because there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
@@ -355,7 +355,7 @@ class _Complete:
 def _can_all_fill(call: ExchangeCall) -> bool:
     """True if no rank gathers into a view of another tensor, which can't be resized.
 
-    Every rank has to call this, because only some ranks may gather.
+    Every rank has to call this function, even if only some ranks receive the gathered values.
     """
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
@@ -364,7 +364,7 @@ def _can_all_fill(call: ExchangeCall) -> bool:
 
 
 def _is_member(group: Any) -> bool:
-    """True if this rank belongs to the group; None is the default group."""
+    """True if this rank belongs to `group`; None is the default group."""
     known = group is None or isinstance(group, dist.ProcessGroup)
     return known and dist.get_rank(group) >= 0
 

@@ -757,7 +757,7 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn, or raise RequestError if `strict`, if only some ranks have left out a batch.
+        """Warn if only some ranks have left out a batch; with `strict`, raise RequestError instead.
 
         All ranks do so in the same step. If the reference is the program's own launcher, shares
         become equal instead.
@@ -794,7 +794,7 @@ class TrainingAudits:
                 del self._published[step]
 
     def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare all ranks' results for an audited step; all ranks do so at the same time."""
+        """Compare all ranks' results for an audited step; all ranks do so in the same step."""
         if self.judge.over:
             return
         self._compared = True

@@ -655,8 +655,8 @@ class StepTimer:
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
-        `spent` has its times. Time for files and validation isn't weighted, because
-        it is measured in every batch.
+        `marked` is the batch, and `spent` has its times. Time for files and validation isn't
+        weighted, because it is measured in every batch.
         """
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
@@ -670,7 +670,7 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the number and the times of the last steps, oldest first."""
+        """Return the numbers and times of the last steps for the monitor, the oldest step first."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )

@@ -164,7 +164,7 @@ class PeerWatcher:
     def explain(self) -> str:
         """Return a message that says why the connections to other ranks were lost.
 
-        For that, wait up to WAIT_SECONDS for a note of another rank.
+        To find out, wait up to WAIT_SECONDS for the exit notes of other ranks.
         """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
@@ -287,7 +287,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """The settings of what this process does when the interpreter exits."""
+    """Settings that determine what this process does when the interpreter exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
