@@ -144,7 +144,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
         """Turn off shuffling at the start of a training loop if `overfit_batches` is set.
 
-        Rows that the user has given an order keep it.
+        Nothing changes if the user has given an order of rows.
         """
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with its own loaders
@@ -328,7 +328,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a step: report the previous step, and cut this rank's batch into passes."""
+        """Begin a step with the trainer's next batch, and cut the batch into this rank's passes."""
         loader: StepLoader = private.loaders(self._trainer.fit_loop)[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
@@ -416,10 +416,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return the result of training_step with the global batch's value of the loss.
+        """Return the result of training_step with the loss of the global batch as its value.
 
-        The gradients stay those of this rank's loss. With the same value, all ranks make the same
-        decisions.
+        The gradients stay those of this rank's loss. Because all ranks get the same value, they
+        make the same decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

@@ -222,8 +222,8 @@ class PassMetrics:
 
         `op` is the name of the reduction, such as "mean", and `group` is the process group. In a
         pass, the result also includes the passes of the global batch before this one. Integers are
-        reduced in double precision, because Lightning divides by the mean number of rows, which a
-        mean of integers would truncate.
+        reduced in double precision: Lightning divides by the mean number of rows, which would be
+        truncated to an integer otherwise.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor
