@@ -143,11 +143,11 @@ class EventThread:
         self._going.set()
 
     def pause(self) -> None:
-        """Make the work begin nothing new until `unpause`. What has begun continues."""
+        """Start no new work until `unpause` is called. Work in progress continues."""
         self._going.clear()
 
     def unpause(self) -> None:
-        """Let the work begin new pieces again, after `pause`."""
+        """Continue to start new work, after `pause`."""
         self._going.set()
 
     def close(self) -> None:

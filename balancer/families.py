@@ -115,7 +115,8 @@ class Family(ABC):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the family's layouts for the race, best first.
 
-        Return an empty sequence if exploration hasn't found what they need.
+        Return an empty sequence if exploration hasn't found the values that the layouts need, such
+        as a batch.
         """
 
     @abstractmethod
@@ -130,8 +131,8 @@ class Family(ABC):
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        A verdict begins with this text. `labels` are the names of all devices, and `ratios` their
-        fractions of the work of a batch.
+        A verdict begins with this text. `labels` has the label of every device, and `ratios` the
+        fraction of a batch's work on every device.
         """
 
 
@@ -147,7 +148,7 @@ def write_rows(layout: Layout) -> str:
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
     """Return the labels of a layout's devices as text, such as `GPU:0 + GPU:1`.
 
-    `labels` are the labels of all devices. If the layout uses many devices, return
+    `labels` has the label of every device. If the layout uses many devices, return
     only their number.
     """
     names = [labels[i] for i in layout.active]
@@ -157,7 +158,7 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
     """Return the fractions of the work on a layout's devices as text, such as `0.591 : 0.409`.
 
-    `ratios` are the fractions of all devices. Return "" if the layout uses many devices.
+    `ratios` has the fraction of every device. Return "" if the layout uses many devices.
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""

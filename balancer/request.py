@@ -74,7 +74,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def simulated(self) -> bool:
         """True if the devices are simulated.
 
-        A job that was read from a journal has no `machine`, but this is known nevertheless.
+        Unlike `machine`, this is also known for a job that was read from a journal.
         """
         return is_simulated(device.kind for device in self.devices)
 

@@ -164,9 +164,9 @@ def _choose_budget(
 ) -> float | None:
     """Return the budget of a resumed run in seconds; None for no limit.
 
-    There are three cases. If `extend_seconds` is given, the budget is the time already spent plus
-    these seconds. If the request has a budget other than the default, it is the request's budget.
-    Otherwise the run keeps its budget.
+    If `extend_seconds` is given, the budget is the time already spent plus these seconds.
+    Otherwise, if the request has a budget other than the default, it is that budget. Otherwise the
+    run keeps its own budget.
     """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds

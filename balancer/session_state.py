@@ -286,7 +286,7 @@ def _is_same_layout(one: Layout, other: Layout) -> bool:
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
     """Return the plan with its samples/s, to be compared with its rivals.
 
-    `labels` are the labels of all devices, in the order of the request.
+    `labels` has the label of every device, in the order of the request.
     """
     return _rival(
         "plan", "the plan", throughput_interval(plan.throughput), plan.layout.batches, labels
@@ -341,7 +341,10 @@ def _find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return the solo measurements of `solos` without the plan's device, if the plan is solo."""
+    """Return the measurements of single devices without the one of the plan's device.
+
+    If the plan uses several devices, return all of `solos`.
+    """
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [each for each in solos if _positions(each.layout) != own]
 
@@ -414,7 +417,7 @@ def best_alone(plan: Plan) -> dict[int, Evidence]:
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
     """Return the measurement of each device alone at the plan's batch, by position.
 
-    For a device that didn't run at the plan's batch, it is the one at the device's fastest batch.
+    A device that didn't run at the plan's batch has its measurement at its fastest batch.
     """
     batch = plan.layout.global_batch
 

@@ -104,7 +104,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def pass_rows(self) -> tuple[int, ...]:
         """The maximum rows per pass on each device.
 
-        A device's memory must suffice for so many rows.
+        Each device must have enough memory for these rows.
         """
         return self.micro or self.shares
 

@@ -164,7 +164,7 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why the plan reaches much less than the samples/s of all devices alone, added up.
+    """Why the plan reaches much less than the sum of the samples/s of all devices alone.
 
     Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
     the summed speed.
@@ -192,7 +192,10 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
-    """A reason to doubt the plan's measurements; `code` says which."""
+    """A reason to doubt the plan's measurements.
+
+    `code` says which reason it is, and `value` how large the effect is.
+    """
 
     code: Doubt
     device: str = ""  # label; empty: all devices
@@ -259,7 +262,7 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """A device's memory that other processes hold, so that the plan's batches leave it free."""
+    """Memory of a device that other processes hold. The plan's batches leave it free."""
 
     device: str
     size_bytes: int

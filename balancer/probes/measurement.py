@@ -398,7 +398,7 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return where the time of a rank's block went, such as into input or the optimizer.
+        """Return the parts of a rank's block, such as the time spent waiting for input.
 
         If the process has its CPU cores to itself, its idle time is the rest of the block, in which
         no thread computed, waited for a core or fetched rows.
@@ -431,7 +431,10 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return the mean work of each rank in a step, over all blocks."""
+        """Return the mean work of each rank in a step, over all blocks.
+
+        Work counts rows and tokens, if rows have lengths.
+        """
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True)))

@@ -152,7 +152,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
     """Return the chosen layout in the form of the verdict.
 
-    `labels` are the labels of all devices.
+    `labels` has the label of every device.
     """
     layout = report.chosen.layout
     family = find_own_family(layout)
@@ -187,9 +187,9 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return samples/s in the form of the verdict, with tokens/s if rows have lengths.
+    """Return a layout's samples/s in the form of the verdict.
 
-    `interval` has the samples/s of the layout.
+    `interval` has the samples/s. If rows have lengths, the result also has tokens/s and padding.
     """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
@@ -309,10 +309,11 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the layouts to compare the plan with, with distinct names, as the verdict has them.
+    """Return the layouts to compare the plan with, in the form of the verdict.
 
-    They are the rivals of the race, each device alone, and the fastest layout of all unless that is
-    the plan. The single device with which the plan is compared comes first.
+    They are the rivals of the race, each device alone, and the fastest layout of all unless
+    that is the plan. They get distinct names. The single device with which the plan is
+    compared comes first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
@@ -378,10 +379,10 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return a rival, a layout that was compared with the plan, as the verdict has it.
+    """Return a layout that was compared with the plan in the form of the verdict.
 
-    `labels` are the labels of all devices. `alone` are the devices alone, whose samples/s may have
-    been higher than in the race.
+    `name` is its name if it isn't a single device. `labels` has the label of every device. `alone`
+    has the comparisons of single devices, whose samples/s may have been higher than in the race.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -468,7 +469,7 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is much slower than the samples/s of all devices alone, added up.
+    """Return why the plan is much slower than the sum of the samples/s of all devices alone.
 
     Return None if it isn't much slower or a device wasn't measured alone. Return None also if
     `limits` contain waiting for rows or cores, because that explains it.

@@ -519,7 +519,7 @@ def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why the plan is much slower than the samples/s of all devices alone, added up."""
+    """Yield why the plan is much slower than the sum of the samples/s of all devices alone."""
     loss = verdict.sum_loss
     if loss is None:
         return

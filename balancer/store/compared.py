@@ -219,7 +219,7 @@ def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many seconds per sample the second training takes longer for rare work.
+    """Return how many more seconds per sample the second training spends on rare work.
 
     Rare work, such as checkpoints, isn't in every step: the parts of a step in `RARE`. For each
     part, only the difference that is certain counts. Other programs slow these parts as much as

@@ -53,7 +53,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if some process holds the lock of the run with this id, because it works on the run."""
+    """True if some process is working on the run with this id, and so holds the run's lock."""
     try:
         descriptor = os.open(
             runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
