@@ -254,7 +254,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 def _check_clashes() -> list[Check]:
     """Return a check for each pair of installed packages that don't work together.
 
-    There is also one if Keras is too old.
+    There is also a check if the installed Keras is too old.
     """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
@@ -337,10 +337,10 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts of the Ray cluster at `address` that the devices in `spec` are on.
+    """Check the hosts of the Ray cluster at `address` whose devices `spec` names.
 
-    The checks are of their software, versions, ports and devices. A host that can't be reached
-    becomes a failed check.
+    The software, the versions, the ports and the devices of these hosts are checked. A host that
+    can't be reached becomes a failed check.
     """
     terms = parse_request(spec)
     try:

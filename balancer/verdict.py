@@ -194,7 +194,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 class VerdictDoubt(msgspec.Struct, frozen=True):
     """A reason to doubt the plan's measurements.
 
-    `code` says which reason it is, and `value` how large the effect is.
+    `code` is the reason, and the meaning of `value` depends on it.
     """
 
     code: Doubt
@@ -206,8 +206,8 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """A device, layout, family of layouts or host that the plan doesn't use, and the reason.
 
-    `kind` says which of them `name` is; the kind "request" is a message about the user's request.
-    Numbers that don't apply to the reason are 0.
+    `kind` says which of them `name` is. For the kind "request", `detail` is a message about the
+    user's request. Numbers that don't apply to the reason are 0.
     """
 
     kind: Literal["device", "layout", "family", "host", "request"]
@@ -347,9 +347,10 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """The approximate memory that training adapters on a frozen copy of the model would need.
+    """The approximate memory that training adapters on the frozen model would need.
 
-    `state_bytes` is for a device that holds the whole model. `fits_on` are the devices that can.
+    `state_bytes` is the memory on a device that holds the whole model. `fits_on` are the devices
+    that have as much.
     """
 
     kind: str  # lora, qlora

@@ -433,7 +433,7 @@ class Measurement:
     def _mean_work(self) -> list[Work | None]:
         """Return the mean work of each rank in a step, over all blocks.
 
-        Work counts rows and tokens, if rows have lengths.
+        Work is a number of tokens and passes. It is known only if rows have lengths.
         """
         ranks = zip(*self._work, strict=True)
         return [
