@@ -184,7 +184,7 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Start another reading, and return True.
+        """Start another reading, and return True; `full` is as in `VitalsReader.read`.
 
         Return False and do nothing if the driver hasn't answered the previous one yet, or after
         `close`.
@@ -325,9 +325,9 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a plan's device, given its id: usually the id.
+        """Return the text by which `--devices` names a device of a plan, usually its id.
 
-        Raises DeviceError for a device that can't train.
+        `device_id` is that id. Raises DeviceError for a device that can't train.
         """
         return device_id
 

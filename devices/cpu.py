@@ -204,7 +204,8 @@ class CpuSlices(Backend):
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """Return the slices that the terms name, with a note on cores that no slice uses.
 
-        Raises RequestError if the terms cut the CPU into different numbers of slices.
+        No environment variable hides slices. Raises RequestError if the terms cut the CPU into
+        different numbers of slices.
         """
         counts = {term.slices for term in terms}
         if len(counts) > 1:
@@ -242,7 +243,7 @@ class CpuSlices(Backend):
         """Return the environment of a child process that uses only these slices.
 
         It has the slices' logical CPUs, one thread per physical core, and a memory limit that is
-        the sum of the slices' memory.
+        the sum of the slices' memory. How the memory limit is enforced depends on `framework`.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

@@ -130,7 +130,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """Return the device's power in watts, given its load.
+        """Return the device's power in watts while it trains at this throughput.
 
         `busy` is the fraction of time in which it computes. Idle power is 8 % of the power at full
         load.

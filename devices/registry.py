@@ -91,9 +91,9 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices for a machine without other devices, with a note that says so.
+    """Return CPU slices with this limit, for a machine without other devices.
 
-    `why` says why there are no other devices.
+    They have a note that says so; `why` is the reason why there are no other devices.
     """
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)

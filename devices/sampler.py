@@ -273,7 +273,7 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
     """Return a sampler for the value of `--devices`, and the devices that a search may use.
 
-    Raises RequestError or DeviceError as `discover` does.
+    `ray_address` and the exceptions are as in `discover`.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)

@@ -327,9 +327,9 @@ class SimulatedSource:
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Make a device train from now on, with `share` samples per step.
+        """Make a device train from now on at this rate, with `share` samples per step.
 
-        At None samples/s, it trains at its own speed; at 0 samples/s, it is idle.
+        If the rate is None, it trains at its own speed; at 0 samples/s, it is idle.
         """
         if samples_per_second is not None:
             rate = max(0.0, samples_per_second)

@@ -69,8 +69,8 @@ class SnapshotBuilder:
     ) -> Snapshot:
         """Return the snapshot of this tick.
 
-        `seen` has the processes that the driver reports, by device id. `host` is the sample of the
-        host; if it is None, the sample is taken now.
+        `notes` are shown to the user. `seen` has the processes that the driver reports, by device
+        id. `host` is the sample of the host; if it is None, the sample is taken now.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)

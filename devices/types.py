@@ -148,7 +148,7 @@ PENDING = Reading(State.STALE)  # no value yet: a rate needs two samples
 
 
 def value(number: float, age_seconds: float = 0.0) -> Reading:
-    """Return a reading with this number as its current value."""
+    """Return a reading with this number as its current value, read `age_seconds` ago."""
     return Reading(_VALUE, float(number), age_seconds)
 
 

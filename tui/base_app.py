@@ -293,7 +293,7 @@ class BaseApp(App[int]):
             self.say(alert.text, severity="warning")
 
     def keep(self, **changed: Any) -> None:
-        """Change the given settings, and save all settings to the user's file."""
+        """Change settings, given by their names, and save all settings to the user's file."""
         settings = msgspec.structs.replace(self.settings, **changed)
         if settings == self.settings:
             return
@@ -357,7 +357,7 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a session in place of the previous one, with the initial `state`.
 
-        `devices` are those on which the session runs; None for a replay.
+        `make` creates the session. `devices` are those on which it runs; None for a replay.
         """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)

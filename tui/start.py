@@ -66,8 +66,9 @@ def run_app(
 ) -> int:
     """Run the app on this terminal and return the exit code.
 
-    `options` are passed to the app. `serving` is a function that returns the context in which the
-    app runs, such as a metrics server; its argument is a callable that returns the latest snapshot.
+    `theme` None means the theme of the user's settings. `serving` is a function that returns the
+    context in which the app runs, such as a metrics server; its argument is a callable that returns
+    the latest snapshot. `options` are passed to the app.
 
     Raises RequestError or DeviceError before the terminal is changed: for invalid devices or an
     invalid address, and if the app isn't installed.

@@ -258,7 +258,7 @@ class RemoteObject:
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:
-        """Recreate the object in a new actor, as `Agent.restart` does; return False if it fails."""
+        """Recreate the object in a new actor; return False if that fails. See `Agent.restart`."""
         return self._agent.restart(generation)
 
     def begin(self, method: str, *arguments: Any) -> Any:
@@ -266,7 +266,7 @@ class RemoteObject:
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """Return the result of a call that `begin` started, as `Agent.finish` does."""
+        """Return the result of a call that `begin` started; see `Agent.finish`."""
         return self._agent.finish(call, seconds)
 
     def ask(
@@ -276,7 +276,10 @@ class RemoteObject:
         seconds: float = ANSWER_SECONDS,
         stop: threading.Event | None = None,
     ) -> Any:
-        """Call a method of the object and return its result, as `Agent.finish` does."""
+        """Call a method of the object and return its result.
+
+        `seconds`, `stop` and the exceptions are as in `Agent.finish`.
+        """
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
     def close(self) -> None:

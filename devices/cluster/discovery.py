@@ -164,7 +164,7 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the devices of a request over all hosts.
+    """Return the devices of a request over all hosts, given each host's answer.
 
     The result has notes on hosts and devices that are left out, and on package versions that
     differ. Raises DeviceError if no device is left or a named one is unavailable.

@@ -218,7 +218,10 @@ class NvmlSource:
 
 
 def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> DeviceSample:
-    """Return a sample in which every metric is lost; `note` says why."""
+    """Return a sample in which every metric is lost; `note` says why.
+
+    `events` are the device's latest events, such as an XID error.
+    """
     lost = {
         field.name: LOST
         for field in msgspec.structs.fields(DeviceSample)

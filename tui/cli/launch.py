@@ -145,8 +145,9 @@ def launch(
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
     """Run all training processes of this host, and return the exit code.
 
-    Prints `starts` when they start, and how long the training took. A script that never reads its
-    plan has the exit code of a RequestError.
+    Prints `name` with `starts` when they start, and how long the training took. If processes are
+    killed, all are restarted at most `max_restarts` times. A training whose script never reads its
+    plan gets the exit code of a RequestError.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -179,8 +180,9 @@ def _print_summary(
     """Print the summary of a training, and save it with the training's run.
 
     Does nothing if no process reported its steps. `before` is the CPU use of all processes when the
-    training began; it shows which other programs competed for cores. `notes` are the ranks' notes
-    from `evener run`, by which the first shares are compared with the last.
+    training began; it shows which other programs competed for cores. `code` is the training's exit
+    code. `notes` are the ranks' notes from `evener run`, by which the first shares are compared
+    with the last.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:

@@ -113,9 +113,9 @@ def monitor(
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
     """Return a function that returns the context in which metrics are served.
 
-    The function's argument is a callable that returns the latest snapshot. Without `--metrics`
-    (`address` is None), the context does nothing. Raises RequestError if the options contradict
-    each other or the address is invalid.
+    The function's argument is a callable that returns the latest snapshot. The arguments are the
+    values of `--metrics`, `--metrics-public` and `--once`; without `--metrics`, the context does
+    nothing. Raises RequestError if the options contradict each other or the address is invalid.
     """
     if address is None:
         if public:

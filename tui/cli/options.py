@@ -93,7 +93,10 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the option factory for the group in which `--help` lists a request's option."""
+    """Return the option factory for the group in which `--help` lists the option `name`.
+
+    `name` is a field of a search request.
+    """
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH

@@ -113,7 +113,7 @@ def _run_to_its_end(
 ) -> tuple[Finished, UnwrittenError | None]:
     """Run the session and return its result, and the error if the journal couldn't be written.
 
-    Raises that error if there is no result.
+    The error is None if everything was written, and it is raised if there is no result.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -157,11 +157,12 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     say: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop` and print `words`.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop` and show `words`.
 
     The context's value is a list that gets the exit code of the caught signal. A second signal
-    prints `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
-    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident.
+    shows `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
+    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident. `say` shows a
+    message.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -203,7 +204,7 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Return a context in which live lines are redrawn on the terminal.
+    """Return a context in which the live lines of `progress` are redrawn on the terminal.
 
     They are removed at the end of the context; text that was printed meanwhile stays.
     """

@@ -306,9 +306,10 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List these models, and tick one of them unless the user has already chosen.
+        """List the models that were found and that of the `last` search, and tick one of them.
 
-        It is the first of the user's own models or, if there are none, the default built-in model.
+        Unless the user has already chosen, it is the first of the user's own models or, if there
+        are none, the default built-in model.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = (

@@ -78,7 +78,7 @@ class PanelScreen(UsesApp, Screen[None]):
     def open_details(
         self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
     ) -> None:
-        """Open a page of text over the screen.
+        """Open a page of text with this title over the screen.
 
         `draw(width)` returns its lines; `wide` makes the page wider than other dialogs. The modules
         of dialogs are imported when the first one opens.

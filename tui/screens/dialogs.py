@@ -143,7 +143,7 @@ class ChoiceDialog(Dialog[str]):
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask before an action that can't be undone, and call `then` if the user confirms it.
+    """Ask a question before an action that can't be undone, and call `then` if the user confirms.
 
     `action` is the label of the confirming button, and also the dialog's title unless `title` is
     given.

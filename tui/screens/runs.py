@@ -105,7 +105,7 @@ class RunsScreen(RunActions, SortedScreen):
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Reload the list if the session has started or ended."""
+        """Reload the list of runs if the session has started or ended since the state `before`."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
@@ -168,7 +168,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw how two runs differ; hide the panel unless both are searches."""
+        """Draw how the runs `before` and `after` differ; hide the panel unless both are searches."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):

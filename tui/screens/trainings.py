@@ -145,7 +145,7 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable the stop action only while a training started from this screen is running.
+        """Enable the stop action only while a training started from this app is running.
 
         In a read-only app, it is always disabled.
         """

@@ -457,9 +457,10 @@ def _short_name(device: Device) -> str:
 
 
 def _training_labels(training: Training, hostname: str) -> Labels:
-    """Return the labels of a training: id, workload, rank and host.
+    """Return the labels of a training's metrics: id, workload, rank and host.
 
-    The process ID replaces a missing id. An unknown rank is "".
+    The process ID replaces a missing id. An unknown rank is "". `hostname` is the host of a
+    training without hosts of its own.
     """
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)

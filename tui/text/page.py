@@ -236,10 +236,10 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of the layout of `bar`.
+    """Return the table row of a layout, given its evidence `bar`.
 
     `tokens` and `energy` add the columns of tokens and energy. `most` is the throughput that fills
-    the whole width of the bar; the faint end of the bar is the 95 % interval.
+    the whole width of the row's bar; the faint end of the bar is the 95 % interval.
     """
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second

@@ -86,8 +86,8 @@ def make_request(
 ) -> Request:
     """Return the search request for these options of the command line or the form.
 
-    Options are text as the user typed it; `fields` are fields of `Request` that are already parsed.
-    Raises RequestError with the name of the invalid option.
+    The named options are text as the user typed it, None if not given. `fields` are other fields of
+    `Request`, which are already parsed. Raises RequestError with the name of the invalid option.
     """
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(

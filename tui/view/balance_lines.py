@@ -353,7 +353,10 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
 
 
 def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int) -> list[Line]:
-    """Return the throughput and its layout on one line if both fit, else on separate lines."""
+    """Return the throughput and its layout on one line if both fit, else on separate lines.
+
+    If `simulated`, a mark says so.
+    """
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
     beside = Span(f"{BETWEEN}{plain(layout)}", "strong")
     first = Span(f" {plain(throughput)}", "headline")

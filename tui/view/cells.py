@@ -147,7 +147,10 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """Return a line of these spans; a plain string becomes a span in the tone "text"."""
+    """Return a line of these spans; a plain string becomes a span in the tone "text".
+
+    `cursor` is True for the line that keys act on.
+    """
     return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
 
 
@@ -199,7 +202,7 @@ def fit(
 ) -> str:
     """Return `text` padded or truncated to exactly `width` cells.
 
-    A truncated text ends in `ellipsis`.
+    If it is padded, `align` says on which side the text is; a truncated text ends in `ellipsis`.
     """
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))

@@ -245,10 +245,11 @@ def _reading(
 ) -> Column[Any]:
     """Return a column for the reading `field` of a sample.
 
-    A cell shows as much of the value, its limit, the `unit` and a bar as fits. `least_width` is the
+    A cell shows as much of the value, its limit, the `unit` and a bar as fits. `draw` formats the
+    value, and `tone` is its tone, or a function that returns it for a sample. `least_width` is the
     number of cells without a bar. `limit` is the field with the value's maximum, if there is one;
-    `full` is the value that fills the bar without a `limit`, or 0 for no bar. `most` is the
-    column's largest width.
+    `full` is the value that fills the bar without a `limit`, or 0 for no bar. The other parameters
+    are as in `Column`.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:

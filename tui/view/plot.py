@@ -173,7 +173,7 @@ class Canvas:
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw a straight line between two dots, given by their coordinates.
+        """Draw a straight line from the dot `start` to the dot `end`, given by their coordinates.
 
         If `every` is above 1, draw only each `every`-th dot, for a dashed line.
         """

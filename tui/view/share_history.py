@@ -93,7 +93,7 @@ def _draw_lane(
     """Draw one rank's share in each cell as a bar whose height is proportional to the share.
 
     `most` is the largest share of all ranks, at full height. `shares` has one share more than there
-    are changes; each begins with its number if there is room.
+    are changes, whose cells are `ends`; each share begins with its number if there is room.
     """
     starts = [0, *ends]
     behind = [*ends, room]

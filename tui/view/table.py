@@ -150,9 +150,10 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the line of titles. A click on a title sorts by its column.
+    """Return the line of titles; the column by which rows are sorted has an arrow.
 
-    `more` is written at the right end of the line, over the last titles.
+    A click on a title sorts by its column. `more` is written at the right end of the line, over the
+    last titles.
     """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -227,9 +228,9 @@ def table_lines(
 ) -> tuple[tuple[Line, ...], int]:
     """Return the heading and the rows that fit below it, and the index of the first visible row.
 
-    The rows are scrolled so that the row under the cursor is visible. The heading ends with `note`
-    and the numbers of rows above and below the visible ones. A table without rows shows the grid's
-    message.
+    The rows, already sorted by `order`, are scrolled so that the row under the cursor is visible.
+    The heading ends with `note` and the numbers of rows above and below the visible ones. A table
+    without rows shows the grid's message.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)

@@ -144,7 +144,7 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots, from 1 to `most`."""
+    """Return the height of a value in dots, from 1 to `most`; `scale` is dots per unit of value."""
     return max(1, min(most, round(number * scale)))
 
 

@@ -101,10 +101,11 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """Return the arrangement of graphs for `width` × `height` cells.
+    """Return the arrangement of graphs of these devices for `width` × `height` cells.
 
-    If not all devices fit, it has those around the device with the key `chosen`. Return None if
-    there is no room, or if no metric has been reported yet.
+    `past` has the stored readings, which determine the metrics. If not all devices fit, the
+    arrangement has those around the device with the key `chosen`. Return None if there is no room,
+    or if no metric has been reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # without the heading and the time axis
@@ -137,7 +138,10 @@ Histories = dict[tuple[str, str], tuple[float | None, ...]]  # by device and fie
 def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
-    """Return the lines of all graphs: the heading, each device's graphs, and the time axis."""
+    """Return the lines of all graphs: the heading, each device's graphs, and the time axis.
+
+    `past` has the readings to draw, and `view` says which part of them.
+    """
     window = TickWindow(plan.graph, view.per_dot, past.ticks, view.stretch)
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:

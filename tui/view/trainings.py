@@ -94,6 +94,7 @@ class EndedTrainings:
         """Return the running trainings (`rows`), followed by those that ended recently.
 
         At most `MOST_KEPT` trainings that ended within the last `KEPT_SECONDS` are returned.
+        `at_seconds` is now, in Unix time.
         """
         running = {row.key for row in rows}
         ended = [

@@ -232,7 +232,8 @@ class BalanceView(UsesApp, Widget):
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
         """Return the height of the panels with shares and rivals; 0 if they are hidden.
 
-        They are hidden if the result shows the same, or if there is nothing to compare yet.
+        They are hidden if the result shows the same, or if there is nothing to compare yet. On a
+        `narrow` terminal, only the rivals are shown.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0

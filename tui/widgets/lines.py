@@ -113,7 +113,7 @@ class Lines(UsesApp, Widget):
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows of the widget, including the frame.
+        """Return the rows of the region `crop` of the widget, including its frame.
 
         If only lines have changed, Textual's own method isn't called, because it looks up the
         styles of every row.
