@@ -154,7 +154,7 @@ class CpuSource:
 def read_heat() -> tuple[Reading, Reading]:
     """Return the processor's temperature, and the temperature at which it throttles, in °C.
 
-    Both are those of its hottest sensor. They are unsupported readings if there is no sensor.
+    Both come from its hottest sensor. They are unsupported readings if there is no sensor.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):

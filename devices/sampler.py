@@ -280,9 +280,9 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return those of the sampled devices that a search may use.
+    """Return the sampled devices that a search may use.
 
-    The monitor shows every GPU, but an environment variable may hide some of them from frameworks.
+    The monitor shows every GPU, but an environment variable may hide some GPUs from frameworks.
     """
     if not devices or devices[0].host:
         return devices

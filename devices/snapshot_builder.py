@@ -114,9 +114,9 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: those that the driver reports, then other reporting ones.
+    """Return the processes on one device: first the driver's, then others that write reports.
 
-    The latter write reports of their own, from which `rates` was computed.
+    `seen` are the driver's processes, and `rates` was computed from the reports.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]

@@ -313,7 +313,7 @@ class EvenerApp(BaseApp):
 def _tune_garbage_collection() -> None:
     """Enable garbage collection again, but rarely, and without the objects made at the start.
 
-    Scanning those objects would take 40 ms each time.
+    Scanning the objects made at the start would take 40 ms each time.
     """
     gc.collect()
     gc.freeze()

@@ -53,7 +53,8 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """The message that a session, or a replay of one, has reported an event.
 
-    `source` is the number of its SessionThread, because an old session may still report.
+    `source` is the number of the SessionThread, because a session that was replaced may still
+    report.
     """
 
     source: int
@@ -190,8 +191,8 @@ class Sampled(Message):
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
-    If the request has `compare`, the session compares those families of layouts. `resumed` are
-    arguments of `open_run` for a run to resume.
+    If the request has `compare`, the session compares layouts of the families named there.
+    `resumed` are arguments of `open_run` for a run to resume.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -357,7 +358,7 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a session in place of the previous one, with the initial `state`.
 
-        `make` creates the session. `devices` are those on which it runs; None for a replay.
+        `make` creates the session, which runs on `devices`; for a replay, `devices` is None.
         """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)

@@ -148,11 +148,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all devices of this kind, those that Ray reserves, and the variables to select those.
+    """Return all devices of this kind, the devices that may be used, and variables to select them.
 
-    The variables are those of a process's environment. `held` has Ray's names for the reserved
-    devices; None means that all devices may be used. The kind "auto" is the first kind of
-    accelerator on this host.
+    `held` has Ray's names for the devices that it reserves for this process; None means that all
+    devices may be used. The variables are environment variables. The kind "auto" is the first kind
+    of accelerator on this host.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -412,9 +412,9 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of all training processes, each once.
+    """Return the reports of all training processes without duplicates.
 
-    Hosts on one machine read the same reports, because they read the same files.
+    Hosts that are on one machine read the same files, so they have the same reports.
     """
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]

@@ -255,9 +255,8 @@ class GpuReader:
     ) -> tuple[float | None, float | None]:
         """Return the seconds throttled (by heat or a power brake) and the seconds at the power cap.
 
-        They are those of the driver's counters (`found`, in nanoseconds). On a chip without
-        counters, they are estimated from the throttling reasons at each reading. None means
-        unknown.
+        They come from the driver's counters (`found`, in nanoseconds). On a chip without counters,
+        they are estimated from the throttling reasons at each reading. None means unknown.
         """
         counts = {
             field: reading.current / 1e9
@@ -383,8 +382,8 @@ class GpuReader:
 
         The percentage is that of the longest reason, and the reasons are ordered by duration.
         Reasons below `LEAST_NAMED_PERCENT` are left out. While the percentage isn't known yet, the
-        reasons are those of this moment. On chips without throttling counters, both are estimated
-        from the current reasons.
+        current reasons are returned. On chips without throttling counters, both are estimated from
+        the current reasons.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -409,8 +408,8 @@ class GpuReader:
         """Return an estimate of the percentage of throttled time, and the current reasons.
 
         A reason in one of two successive readings counts for half of the time between them, and a
-        reason in both for all of it. A chip with counters, whose `rate` isn't known yet, keeps that
-        reading.
+        reason in both for all of it. For a chip with counters, return `rate`, which isn't known
+        yet, as it is.
         """
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()

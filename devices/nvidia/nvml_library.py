@@ -222,7 +222,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
     """True if the GPU has hardware for bfloat16; None if the driver doesn't report it.
 
-    It has if its compute capability is 8.0 (Ampere) or higher. Source: CUDA C++ programming guide,
+    The compute capability must be 8.0 (Ampere) or higher. Source: CUDA C++ programming guide,
     arithmetic instructions.
     """
     with suppress(nvml.NVMLError):

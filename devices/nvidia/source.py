@@ -89,7 +89,7 @@ class NvmlSource:
         self._open(self._builder.begin())
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the source in order; those that were added later come last."""
+        """The GPUs of the source in order; GPUs that were added later come last."""
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:

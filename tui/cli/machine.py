@@ -111,7 +111,7 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Return the devices' labels as text; those after the first `MOST_NAMED` are only counted."""
+    """Return the devices' labels as text; devices after the first `MOST_NAMED` are counted."""
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")

@@ -106,7 +106,7 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII characters for those that the stream's encoding lacks.
+    """Return similar ASCII characters in place of characters that the stream's encoding lacks.
 
     This is an error handler for `codecs`, so it also returns the position at which to continue.
     """

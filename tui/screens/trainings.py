@@ -62,7 +62,7 @@ class TrainingsScreen(SnapshotScreen):
         yield Lines("Log", id="training-log", classes="panel")
 
     def redraw(self) -> None:
-        """Draw the trainings of the snapshot, and those that ended recently."""
+        """Draw the trainings of the snapshot, and trainings that ended recently."""
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)

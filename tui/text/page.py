@@ -313,8 +313,8 @@ def _table(
 ) -> str:
     """Return an HTML table with the headings `head`; headings that are all empty are left out.
 
-    The columns with an index in `numbers` hold numbers, and those in `rare` are hidden on a phone.
-    `kind` is an additional CSS class.
+    `numbers` are the indices of columns with numbers, and `rare` of columns that are hidden on a
+    phone. `kind` is an additional CSS class.
     """
 
     def classes(column: int) -> str:

@@ -143,8 +143,8 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 def _default_framework(workload: str | None) -> str:
     """Return the framework of a workload whose framework the user hasn't specified.
 
-    It is the framework of a built-in workload, or the one that the user's file imports. If the
-    workload doesn't determine it, return the installed framework; tensorflow comes before torch.
+    A built-in workload has a framework, and a user's file imports one. If the workload doesn't
+    determine it, return the installed framework; tensorflow comes before torch.
     """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
@@ -276,7 +276,7 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number.
+    """Parse the text of a number, such as 0.5.
 
     Raises RequestError, whose message begins with `name`, the name of the option.
     """

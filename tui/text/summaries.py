@@ -269,7 +269,7 @@ def verdict_lines(
 
     They are the recommendation and headline, the next `steps`, doubts about the measurements, the
     verdict's other lines, why the search ended, and the plan's other warnings. Without a structured
-    verdict (`found`), the lines are those of its stored text `verdict`.
+    verdict (`found`), its stored text `verdict` is used.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(

@@ -116,7 +116,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares, in as many lines of `width` cells as it needs.
+    """Return the legend of the shares in lines of at most `width` cells.
 
     With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share are
     only counted.
@@ -290,7 +290,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
 
 
 def other_warnings(finished: Finished) -> list[str]:
-    """Return the plan's warnings except those that the lines of the verdict already contain."""
+    """Return the plan's warnings, except warnings that the verdict's lines already contain."""
     doubts = write_verdict(finished.found).doubts if finished.found is not None else ()
     return [warning for warning in finished.plan.warnings if warning not in doubts]
 

@@ -60,8 +60,8 @@ def _series(
 ) -> Series:
     """Return one curve for a group of similar devices.
 
-    The line is that of the first device, and the measured points are those of all devices.
-    `measured` maps a point to its measurement, which the cursor shows.
+    The line is the first device's, and the points are the measurements of all devices. `measured`
+    maps a point to its measurement, which the cursor shows.
     """
     first = group[0]
     points = [

@@ -54,7 +54,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """A host with its devices; they are listed below it unless the host is folded."""
+    """A host as a row; its devices are listed below it unless the host is folded."""
 
     host: str
     rows: tuple[DeviceRow, ...]

@@ -230,7 +230,7 @@ def device_details(
 ) -> tuple[Line, ...]:
     """Return every metric of a device with its unit, or why the metric is missing.
 
-    `links` are connections between devices; those of this device are listed too.
+    `links` are connections between devices; the device's own links are listed too.
     """
     device = sample.device
     facts = [

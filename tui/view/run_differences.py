@@ -35,7 +35,7 @@ class ComparedFact(NamedTuple):
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the facts of both runs side by side, including those that are equal.
+    """Return the facts of both runs side by side, whether they are equal or not.
 
     Facts about the plans are left out unless both runs have a plan.
     """

@@ -87,7 +87,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return the column of the Monitor screen with this key, in other widths.
+    """Return the Monitor screen's column with this key, but with these widths.
 
     `needs` is the table's width in cells below which the column is hidden. It is also hidden in a
     replay, which has no samples.

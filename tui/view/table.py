@@ -1,6 +1,6 @@
 """Tables whose columns grow with the terminal.
 
-In a narrow terminal, columns are narrower, and those that need more cells are hidden.
+In a narrow terminal, columns are narrower, and some columns are hidden.
 """
 
 from __future__ import annotations

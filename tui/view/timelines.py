@@ -103,9 +103,9 @@ def place_graphs(
 ) -> GraphPlan | None:
     """Return the arrangement of graphs of these devices for `width` × `height` cells.
 
-    `past` has the stored readings, which determine the metrics. If not all devices fit, the
-    arrangement has those around the device with the key `chosen`. Return None if there is no room,
-    or if no metric has been reported yet.
+    `past` has the stored readings, which determine the metrics. If not all devices fit, only the
+    devices around the one with the key `chosen` have graphs. Return None if there is no room, or if
+    no metric has been reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # without the heading and the time axis

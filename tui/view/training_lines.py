@@ -297,7 +297,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines on what slows a training down or, if it has ended, what did in its last steps.
+    """Yield lines on what slows a training down or, after its end, what slowed its last steps.
 
     If the training is slower than its plan (`late`) without a known cause, yield the causes that
     were ruled out.

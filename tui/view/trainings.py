@@ -91,7 +91,7 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings (`rows`), followed by those that ended recently.
+        """Return the running trainings (`rows`), followed by trainings that ended recently.
 
         At most `MOST_KEPT` trainings that ended within the last `KEPT_SECONDS` are returned.
         `at_seconds` is now, in Unix time.

@@ -59,7 +59,10 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state and the newest samples of its devices; None leaves either as it is."""
+        """Show this state and the newest samples of its devices.
+
+        None means that the state or the samples haven't changed.
+        """
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)

@@ -98,7 +98,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Set the title and subtitle in the frame, as plain text; None leaves either as it is."""
+        """Set the title and subtitle in the frame, as plain text; None doesn't change a text."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.shown(title))
@@ -169,9 +169,9 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return all line filters except the one that replaces the terminal's own ANSI colours.
+        """Return all line filters except the one for the terminal's own ANSI colours.
 
-        No tone uses ANSI colours, so that filter would be a waste of time.
+        No tone uses ANSI colours, so that filter would only cost time.
         """
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)

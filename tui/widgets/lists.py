@@ -293,7 +293,10 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by `rows` entries; if the list is `single`, also tick the entry there."""
+        """Move the cursor by `rows` entries.
+
+        If the list is `single`, the entry under the cursor is ticked.
+        """
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()

@@ -15,7 +15,10 @@ from .lines import Lines
 
 
 class TimelinePanel(Lines):
-    """The panel with graphs of all devices, or of those around the chosen device if not all fit."""
+    """The panel with graphs of the devices' metrics over time.
+
+    If not all devices fit, it shows the devices around the one under the list's cursor.
+    """
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
