@@ -179,7 +179,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model whose parts are placed on several devices of a machine file.
 
-    One curve describes the step time of all its devices together. It never runs out of memory.
+    One curve describes the step time of these devices together. The model never runs out of memory.
     """
 
     name: Annotated[str, Meta(min_length=1)]

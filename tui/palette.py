@@ -253,7 +253,7 @@ class SettingsProvider(Provider):
     """Provides an entry for every setting, which opens the settings dialog at that setting."""
 
     async def search(self, query: str) -> Hits:
-        """Yield the settings whose label matches the query."""
+        """Yield the settings whose label matches the query, each with a command that opens it."""
         from .screens.settings_dialog import LABELS
 
         app = cast(BaseApp, self.app)

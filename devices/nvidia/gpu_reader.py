@@ -460,10 +460,10 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 
 
 class GpuProcesses:
-    """The processes on one GPU, with their memory and use.
+    """The processes on one GPU, with their memory and their use of the multiprocessors.
 
     The last answer is kept between readings and during temporary failures. `since` is the time up
-    to which the use has been read, in the driver's microseconds.
+    to which the use has been read, in microseconds of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -324,7 +324,7 @@ def _write_start(job: HostJob) -> str:
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if the plan has only one device, for `--noise`.
+    """Raise RequestError if the plan has only one device, because `--noise` needs several.
 
     The noise scale is computed from differences between the gradients of several devices.
     """

@@ -27,9 +27,9 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten.
+    """Return round ticks from 0 to `high`, at most `most` of them above 0.
 
-    There are at most `most` ticks above 0.
+    The distance between ticks is 1, 2 or 5 times a power of ten.
     """
     if high <= 0:
         return [0.0]

@@ -490,7 +490,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 def _write_rate(interval: Interval) -> str:
     """Return the samples/s as text, followed by "±" and the error if the interval is wide.
 
-    A wide interval is one that determines gains only to whole percents (`is_rough`).
+    It is wide if it determines gains only to whole percents (`is_rough`).
     """
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
@@ -581,9 +581,9 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield a sentence with the last measured noise scale; nothing if none was measured.
+    """Yield a sentence with the last measured noise scale, or nothing if none was measured.
 
-    If the first measured value was clearly different, the sentence has both.
+    If the first measured value was clearly different, the sentence has both values.
     """
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

@@ -367,9 +367,9 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x in `stops` that is drawn nearest to cell `column` of the plot, such as a click.
+    """Return the x in `stops` that is drawn nearest to cell `column`, for example of a click.
 
-    Return None if there are no stops.
+    The column counts from the left of the plot. Return None if there are no stops.
     """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 

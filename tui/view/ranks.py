@@ -95,7 +95,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank on a device: its row, its own report about the device, and the device's newest sample.
+    """A rank on a device: its row, the rank's own report, and the device's newest sample.
 
     The sample is None if the monitor doesn't see the device.
     """
