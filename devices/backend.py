@@ -78,8 +78,8 @@ def choose_devices(
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
     """Return the device that `pick` names by its index, its id or a unique prefix of its id.
 
-    Raises RequestError, which lists the available devices, if there is no such device or more than
-    one.
+    Raises RequestError, which lists the available devices, if there is no such device or
+    more than one.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -159,8 +159,8 @@ class VitalsReader(Protocol):
     def read(self, full: bool) -> Vitals:
         """Return one reading; memory, processes and load are read only if `full`.
 
-        They take longer to read. A failure of the driver isn't raised but reported as the reading's
-        `trouble`.
+        They take longer to read. A failure of the driver isn't raised but reported as
+        the reading's `trouble`.
         """
 
     def close(self) -> None:
@@ -186,8 +186,8 @@ class VitalsWatch:
     def ask(self, full: bool = False) -> bool:
         """Start another reading, and return True; `full` is as in `VitalsReader.read`.
 
-        Return False and do nothing if the driver hasn't answered the previous one yet, or after
-        `close`.
+        Return False and do nothing if the driver hasn't answered the previous one yet,
+        or after `close`.
         """
         if self.pending or self._closed:
             return False
@@ -267,9 +267,9 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """The base class of backends; a backend implements one kind of devices.
 
-    A maker's class overrides the methods that its devices support. A process has one instance of
-    each class, which `devices/registry.py` creates. Importing a backend's module must not start a
-    driver.
+    A maker's class overrides the methods that its devices support. A process has one instance
+    of each class, which `devices/registry.py` creates. Importing a backend's module must not
+    start a driver.
     """
 
     # the name in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits

@@ -54,8 +54,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return the seconds per step for synchronizing; 0 for one device.
 
-        `devices` is the number of devices with samples, and `hosts` the number of hosts they are
-        on.
+        `devices` is the number of devices with samples, and `hosts` the number of hosts
+        they are on.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -132,8 +132,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def watts(self, busy: float, samples_per_second: float) -> float:
         """Return the device's power in watts while it trains at this throughput.
 
-        `busy` is the fraction of time in which it computes. Idle power is 8 % of the power at full
-        load.
+        `busy` is the fraction of time in which it computes. Idle power is 8 % of the power
+        at full load.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (

@@ -231,8 +231,8 @@ class TrainingRates:
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     """Return the sum of samples/s as a reading; it is stale if all parts are old.
 
-    Each part is a pair of samples/s and age in seconds. Old parts are left out if others are not
-    old.
+    Each part is a pair of samples/s and age in seconds. Old parts are left out if others
+    are not old.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)

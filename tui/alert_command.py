@@ -16,8 +16,8 @@ def start_command(command: str, alert: Alert) -> str:
     """Start the user's command for an alert; return an error message, or "" if it was started.
 
     The alert is in the command's environment: EVENER_ALERT is its kind, EVENER_ABOUT the label of
-    the device or training, and EVENER_TEXT the message. The command has no terminal, and is killed
-    after `LIMIT_SECONDS`.
+    the device or training, and EVENER_TEXT the message. The command has no terminal, and is
+    killed after `LIMIT_SECONDS`.
     """
     described = {
         "EVENER_ALERT": alert.kind,

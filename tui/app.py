@@ -139,8 +139,8 @@ class EvenerApp(BaseApp):
     def switch_mode(self, mode: str) -> AwaitMount:
         """Switch to the screen `mode`.
 
-        A screen that doesn't exist yet is styled when it is created, so all styles needn't be
-        applied again.
+        A screen that doesn't exist yet is styled when it is created, so all styles needn't
+        be applied again.
         """
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)

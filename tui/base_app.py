@@ -53,8 +53,8 @@ _SERIALS = itertools.count(1)
 class SessionReported(Message):
     """The message that a session, or a replay of one, has reported an event.
 
-    `source` is the number of the SessionThread, because a session that was replaced may still
-    report.
+    `source` is the number of the SessionThread, because a session that was replaced
+    may still report.
     """
 
     source: int

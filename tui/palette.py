@@ -151,8 +151,8 @@ class KeyDiscovery(DiscoveryHit):
 class PaletteEntry(NamedTuple):
     """A key of the screen as an entry of the palette.
 
-    `moves` is True if the key only moves within a list or a screen. A search also finds the entry
-    by `other_words`.
+    `moves` is True if the key only moves within a list or a screen. A search also finds the
+    entry by `other_words`.
     """
 
     key: str

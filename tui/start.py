@@ -169,8 +169,8 @@ def _discard_output() -> None:
 def _end_threads(app: EvenerApp) -> None:
     """Stop the app's threads, and Textual's input thread.
 
-    The input thread may be running again, because SIGCONT, which follows a hang-up, starts another
-    one.
+    The input thread may be running again, because SIGCONT, which follows a hang-up,
+    starts another one.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()

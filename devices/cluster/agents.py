@@ -1,7 +1,7 @@
 """Starts one actor on each host, which reserves the host's GPUs and runs evener's code there.
 
-An agent is this process's handle of such an actor. A call to a host that has gone or doesn't answer
-raises HostLostError.
+An agent is this process's handle of such an actor. A call to a host that has gone or doesn't
+answer raises HostLostError.
 """
 
 from __future__ import annotations

@@ -339,8 +339,8 @@ class ClusterSource:
     """A source that samples devices on several hosts.
 
     `open_host` opens the source for one host's devices; it is called on that host. Raises
-    HostLostError if a host doesn't answer at creation. A host that stops answering later is shown
-    as lost.
+    HostLostError if a host doesn't answer at creation. A host that stops answering later is
+    shown as lost.
     """
 
     def __init__(

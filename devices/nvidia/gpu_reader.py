@@ -427,8 +427,8 @@ class GpuReader:
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Return the bytes per second over PCIe and NVLink, by field of the sample.
 
-        `activity` has the GPM metrics. Values that GPM lacks are computed from the driver's
-        counters.
+        `activity` has the GPM metrics. Values that GPM lacks are computed from
+        the driver's counters.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):

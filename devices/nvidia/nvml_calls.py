@@ -206,8 +206,8 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Return the increase per second since the previous counted reading.
 
-        If the counter can't be read, return why; if it hasn't been read again, return the last
-        rate.
+        If the counter can't be read, return why; if it hasn't been read again, return
+        the last rate.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

@@ -125,8 +125,8 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 def list_gpus() -> Listing:
     """Return every GPU in NVML's order; a GPU in MIG mode is replaced by its instances.
 
-    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the driver doesn't
-    answer.
+    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the
+    driver doesn't answer.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -192,9 +192,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if it may be a GPU that doesn't answer. The GPUs are searched by number instead
-    of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of appearing to be
-    missing.
+    Raises NVMLError if it may be a GPU that doesn't answer. The GPUs are searched by number
+    instead of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of
+    appearing to be missing.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -222,8 +222,8 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
     """True if the GPU has hardware for bfloat16; None if the driver doesn't report it.
 
-    The compute capability must be 8.0 (Ampere) or higher. Source: CUDA C++ programming guide,
-    arithmetic instructions.
+    The compute capability must be 8.0 (Ampere) or higher. Source: CUDA C++ programming
+    guide, arithmetic instructions.
     """
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)

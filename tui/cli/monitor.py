@@ -324,9 +324,9 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to a browser until a signal arrives, and return the exit code.
 
-    `look` has options of the app by their flags; a flag without a value has the value True. `port`
-    0 takes a free port. Raises RequestError or DeviceError if the app couldn't start with these
-    devices.
+    `look` has options of the app by their flags; a flag without a value has the value True.
+    `port` 0 takes a free port. Raises RequestError or DeviceError if the app couldn't start
+    with these devices.
     """
     from evener.devices.sampler import open_sampler
 

@@ -81,8 +81,8 @@ def terminal_columns() -> int | None:
 def draws_screens() -> bool:
     """True if the full-screen app can run here.
 
-    It can run in a browser, for which Textual's driver is set, and on a terminal that can position
-    the cursor.
+    It can run in a browser, for which Textual's driver is set, and on a terminal that can
+    position the cursor.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True

@@ -99,8 +99,8 @@ def probe(
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
     """Return the length of a run from the values of `--seconds` and `--steps`.
 
-    Without either, return the default. Raises RequestError if both are given or the time is out of
-    range.
+    Without either, return the default. Raises RequestError if both are given or the time is
+    out of range.
     """
     if steps is not None:
         if seconds is not None:
@@ -121,9 +121,9 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
     """Return the `--devices` value, and the indices in it of the devices that `--gpus` names.
 
-    With `--devices`, the numbers of `--gpus` are indices in its list. Without `--devices`, they are
-    indices of this machine's devices. Without `--gpus`, the indices are None: the first devices are
-    used.
+    With `--devices`, the numbers of `--gpus` are indices in its list. Without `--devices`, they
+    are indices of this machine's devices. Without `--gpus`, the indices are None: the first
+    devices are used.
     """
     if gpus is None:
         return spec, None

@@ -130,8 +130,8 @@ def result_json(
 ) -> dict[str, object]:
     """Return the result as JSON-serializable data.
 
-    It has the run's id, the verdict as fields and as text, the data `more`, the plan, and the next
-    steps.
+    It has the run's id, the verdict as fields and as text, the data `more`, the plan, and
+    the next steps.
     """
     return {
         "run": run,
@@ -159,10 +159,10 @@ def stopped_by_signals(
 ) -> Iterator[list[int]]:
     """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop` and show `words`.
 
-    The context's value is a list that gets the exit code of the caught signal. A second signal
-    shows `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
-    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident. `say` shows a
-    message.
+    The context's value is a list that gets the exit code of the caught signal. A second
+    signal shows `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
+    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident. `say`
+    shows a message.
     """
     caught: list[int] = []
     first_at = 0.0

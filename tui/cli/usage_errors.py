@@ -1,7 +1,7 @@
 """Explains errors in a command line in evener's own words instead of the parser's.
 
-The exception classes of the parser are private to typer, so they are recognized by their names and
-attributes.
+The exception classes of the parser are private to typer, so they are recognized by their
+names and attributes.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
     """Return the error for a value that an option doesn't accept, with the accepted values.
 
-    Return None if the exception has another cause. `look` is the remedy if these values are
-    unknown.
+    Return None if the exception has another cause. `look` is the remedy if these
+    values are unknown.
     """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)

@@ -1,7 +1,7 @@
 """The form that starts a search.
 
-It has fields for the model, the devices, the global batch and the budget; all other options are
-under "more".
+It has fields for the model, the devices, the global batch and the budget; all other options
+are under "more".
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def field_label(name: str) -> str:
 def to_form_terms(text: str) -> tuple[str, str]:
     """Return a command-line error message in the form's terms, and the field that it names first.
 
-    Options such as --global-batch become the form's labels. The field is "" if the message names no
-    option.
+    Options such as --global-batch become the form's labels. The field is "" if the message
+    names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -142,8 +142,8 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
     """Return the entries for the list of models.
 
     They are the model of the last search (`last`), the functions that were found in this
-    directory's files (`found`), "another file", and evener's built-in models. `now` is the Unix
-    time.
+    directory's files (`found`), "another file", and evener's built-in models. `now` is
+    the Unix time.
     """
     models: list[Model] = []
     if last is not None:

@@ -145,8 +145,8 @@ def confirm(
 ) -> None:
     """Ask a question before an action that can't be undone, and call `then` if the user confirms.
 
-    `action` is the label of the confirming button, and also the dialog's title unless `title` is
-    given.
+    `action` is the label of the confirming button, and also the dialog's title unless
+    `title` is given.
     """
 
     def draw(width: int) -> Iterable[Line]:

@@ -68,7 +68,7 @@ class ContinueDialog(FieldDialog):
 def errors_file(run: str) -> Path | None:
     """Return the file with the errors that a run's child processes wrote; None if there is none.
 
-    If `run` is "", return the file of the last probe that belonged to no run.
+    If `run` is "", return the file of probes that belong to no run.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()

@@ -63,8 +63,8 @@ class RunPanel(SortedPanel[RunSummary]):
 class RunsScreen(RunActions, SortedScreen):
     """The screen with the past runs.
 
-    The runs' journals are read when the screen is opened, when a session has started or ended, and
-    on F5.
+    The runs' journals are read when the screen is opened, when a session has started or ended,
+    and on F5.
     """
 
     NAME = "runs"

@@ -1,7 +1,7 @@
 """The Trainings screen and its panels.
 
-It shows all trainings, which ranks of a training wait for which ranks, and what would make the
-training faster.
+It shows all trainings, which ranks of a training wait for which ranks, and what would make
+the training faster.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class TrainingsScreen(SnapshotScreen):
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
         """Return the height in lines of the log of the training that was started here.
 
-        The height is 0 without such a training. The log takes most of the height until a training
-        reports (`shares_rows`).
+        The height is 0 without such a training. The log takes most of the height until a
+        training reports (`shares_rows`).
         """
         if self.evener.training is None:
             return 0

@@ -69,8 +69,8 @@ class _Clients:
     def add(self, client: socket.socket) -> None:
         """Add a new connection; if there are too many, first shut down the oldest.
 
-        Requests are answered within milliseconds, so the oldest connection is one that only blocks
-        others.
+        Requests are answered within milliseconds, so the oldest connection is one that
+        only blocks others.
         """
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -146,8 +146,8 @@ class _Server6(_Server4):
 def parse_metrics_address(text: str, public: bool) -> Address:
     """Return the address of the metrics server from `text`, as HOST:PORT.
 
-    Raises RequestError if the address is invalid, or if other machines can reach it and `public` is
-    False.
+    Raises RequestError if the address is invalid, or if other machines can reach it and
+    `public` is False.
     """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
@@ -470,8 +470,8 @@ def _training_labels(training: Training, hostname: str) -> Labels:
 def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
     """Return the UUID and the short name of a training's device.
 
-    For a device that the monitor doesn't see, the short name is its index, or "" if that is
-    unknown.
+    For a device that the monitor doesn't see, the short name is its index, or "" if
+    that is unknown.
     """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""

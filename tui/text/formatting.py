@@ -73,9 +73,9 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the title, the rows and the note as lines, followed by an empty line.
 
-        A table with nothing but headings becomes one line, "title: note", and no line if the title
-        or the note is empty. The note is wrapped to `width`, the terminal's width; None doesn't
-        wrap it.
+        A table with nothing but headings becomes one line, "title: note", and no line if the
+        title or the note is empty. The note is wrapped to `width`, the terminal's width; None
+        doesn't wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -111,8 +111,8 @@ def harmless_json(document: bytes) -> str:
 def toml_text(document: bytes) -> str:
     """Return the TOML document with its control characters escaped, so that printing it is safe.
 
-    All strings of the document must be basic strings (in double quotes), because only those allow
-    escapes.
+    All strings of the document must be basic strings (in double quotes), because only
+    those allow escapes.
     """
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 

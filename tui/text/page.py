@@ -67,8 +67,8 @@ class Html(str):
 def save_report(name: str, output: Path) -> None:
     """Write a run's HTML report to `output`, a path that ends in .html.
 
-    `name` is the run's id, a prefix of the id, or `last`. Raises RequestError if the report can't
-    be written.
+    `name` is the run's id, a prefix of the id, or `last`. Raises RequestError if the report
+    can't be written.
     """
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} doesn't end in .html.", "Name it report.html.")

@@ -160,8 +160,8 @@ def scaling_table(found: SearchReport) -> Table:
     """Return a table that shows how an even split scales with the number of devices.
 
     It has the time for `SCALING_STEPS` steps for each number of devices that was measured without
-    tuned options (XLA, precision). If no single device or no even split was measured, the table has
-    only headings.
+    tuned options (XLA, precision). If no single device or no even split was measured, the table
+    has only headings.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

@@ -118,8 +118,8 @@ def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
 def budget_left_text(state: SessionState) -> str:
     """Return the remaining budget as text; "" for a search without a time limit.
 
-    The text is marked as simulated time on simulated devices, because their clock differs from the
-    wall clock.
+    The text is marked as simulated time on simulated devices, because their clock differs from
+    the wall clock.
     """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -293,8 +293,8 @@ def verdict_lines(
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
     """Return how much was measured, and why the search ended.
 
-    With a structured verdict (`found`), the reason is worded so that it sounds no more certain than
-    the verdict.
+    With a structured verdict (`found`), the reason is worded so that it sounds no more certain
+    than the verdict.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -441,9 +441,9 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return lines on the plan's rivals, such as another split or a faster larger batch.
 
-    The sum of all solo throughputs is a rival too, with the fraction of it that the plan reaches.
-    If `with_gains` is False, the plan's gains are left out, because the verdict's headline has
-    them.
+    The sum of all solo throughputs is a rival too, with the fraction of it that the plan
+    reaches. If `with_gains` is False, the plan's gains are left out, because the verdict's
+    headline has them.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -462,8 +462,8 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
     """Return a rival's samples per step as text if they differ from the plan's; else "".
 
     `own` is the plan. The text is, for example, " = 1024 samples a step". Return "" also for a
-    rival on one device, whose share is its whole batch, and for a larger batch, whose name contains
-    its samples.
+    rival on one device, whose share is its whole batch, and for a larger batch, whose name
+    contains its samples.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2

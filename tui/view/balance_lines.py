@@ -118,8 +118,8 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """Return the legend of the shares in lines of at most `width` cells.
 
-    With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share are
-    only counted.
+    With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share
+    are only counted.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -310,8 +310,8 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
     """Return the lines of a finished search's verdict.
 
-    They are the layout with its throughput and the recommendation, gains, the next step, warnings
-    and remarks.
+    They are the layout with its throughput and the recommendation, gains, the next step,
+    warnings and remarks.
     """
     if finished.found is None:  # a run by an older version, which stored only the text
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
@@ -426,8 +426,8 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
     """Return a plan's warnings, each wrapped to `width`, in at most `most` lines.
 
-    If not all lines fit, the last one ends in an ellipsis. If `most` is None, all lines are
-    returned.
+    If not all lines fit, the last one ends in an ellipsis. If `most` is None, all
+    lines are returned.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

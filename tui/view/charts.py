@@ -155,8 +155,8 @@ def throttle_tone(number: float) -> Tone:
 def traffic(sample: DeviceSample) -> Reading:
     """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
 
-    If some values are stale, so is the total. If no value is known, return the reading that says
-    why.
+    If some values are stale, so is the total. If no value is known, return the reading
+    that says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -240,8 +240,8 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
     """Return a column of `height` cells from top to bottom, filled to `count` steps.
 
-    `levels` are the signs for a partly filled cell, from empty to full, and `shade` fills the cells
-    below.
+    `levels` are the signs for a partly filled cell, from empty to full, and `shade` fills
+    the cells below.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)

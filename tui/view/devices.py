@@ -128,8 +128,8 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
     """Return as many totals of several devices as fit in `room` cells.
 
-    The totals are samples/s, mean utilisation, watts and memory. For one device, return an empty
-    tuple.
+    The totals are samples/s, mean utilisation, watts and memory. For one device, return
+    an empty tuple.
     """
     if len(samples) < 2:
         return ()
@@ -290,8 +290,8 @@ _REASON_LETTERS = {
 def reason_letters(reasons: Sequence[str], room: int) -> str:
     """Abbreviate the reasons for throttling to letters, at most `room` of them.
 
-    P is power, T thermal, B brake, S sync or software, and H hardware. Any other reason becomes its
-    first letter.
+    P is power, T thermal, B brake, S sync or software, and H hardware. Any other reason becomes
+    its first letter.
     """
     letters = []
     for reason in reasons:

@@ -130,8 +130,8 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
     """Return the CPU, load and memory of the machine.
 
-    On the right is `state` (such as "paused") or, if it is "", as many totals of all devices as
-    fit.
+    On the right is `state` (such as "paused") or, if it is "", as many totals of all
+    devices as fit.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -353,8 +353,8 @@ def _reading_column(
 def _sorted_by(reading: Reading) -> float:
     """Return the number by which a column of readings is sorted.
 
-    It is the reading's value. A missing value counts as -1, so that it comes last in descending
-    order.
+    It is the reading's value. A missing value counts as -1, so that it comes last
+    in descending order.
     """
     return -1.0 if reading.value is None else reading.value
 

@@ -1,7 +1,7 @@
 """Collects the ranks of a training as rows, and the causes that slow the training down.
 
-The causes are silent ranks, input, work between steps, waiting, and other processes on the
-training's devices.
+The causes are silent ranks, input, work between steps, waiting, and other processes on
+the training's devices.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def measure_on_device(
 def silent_seconds(report: Training, at_seconds: float) -> float:
     """Return for how many seconds the next report of a silent process has been overdue.
 
-    Return 0 while the process reports. It is silent once its report is late by more than
+    Return 0 while the process reports. A process is silent once its report is late by more than
     `OLD_SECONDS` and by more than `SILENT_STEPS` steps.
     """
     late_s = report.late_seconds(at_seconds)
@@ -195,9 +195,9 @@ def find_causes(
 ) -> tuple[Cause, ...]:
     """Return the causes that slow a training down.
 
-    They are silent ranks, the limits that `judged` found in the steps, throttled devices, and other
-    `processes` on the training's devices. `missing` is the number of ranks without a report on this
-    machine.
+    They are silent ranks, the limits that `judged` found in the steps, throttled devices, and
+    other `processes` on the training's devices. `missing` is the number of ranks without a report
+    on this machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -239,8 +239,8 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
     """Return the silent ranks that the other ranks wait for.
 
-    They are the stopped ranks or, if no rank is stopped, the ranks with the least progress in the
-    step.
+    They are the stopped ranks or, if no rank is stopped, the ranks with the least progress
+    in the step.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:

@@ -159,8 +159,8 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
     """Return all results of a search as a page: the verdict, the tables, and every measurement.
 
-    `path` is the file to which the plan was written, or "". Before the end of the search, return no
-    lines.
+    `path` is the file to which the plan was written, or "". Before the end of the search,
+    return no lines.
     """
     finished = state.finished
     if finished is None:

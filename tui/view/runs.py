@@ -208,8 +208,8 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return the newest measurements of a run as a table of `height` lines.
 
-    These are the lines that the plan leaves free. Return an empty tuple if there are fewer than
-    `LEAST_MEASUREMENTS`.
+    These are the lines that the plan leaves free. Return an empty tuple if there are
+    fewer than `LEAST_MEASUREMENTS`.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

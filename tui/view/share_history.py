@@ -24,8 +24,8 @@ def share_lines(
     """Return each rank's rows per step over time, and below them the number of each change.
 
     The time axis begins shortly before the first change and ends at `at_seconds`, now. Return an
-    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there is
-    no room.
+    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there
+    is no room.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]

@@ -113,9 +113,9 @@ def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
     """Return the last steps of each rank as a lane, with all lanes on one time scale.
 
-    The lanes begin with the same step if the ranks' reports have enough steps in common. Within a
-    lane, each step begins where the previous one ends. Return an empty tuple if no rank reports its
-    steps.
+    The lanes begin with the same step if the ranks' reports have enough steps in common. Within
+    a lane, each step begins where the previous one ends. Return an empty tuple if no rank
+    reports its steps.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -141,8 +141,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
     """Return at most `most` steps of each rank, and a text that says which steps they are.
 
-    They are the same steps for all ranks if the reports have enough in common, else each rank's
-    last steps.
+    They are the same steps for all ranks if the reports have enough in common, else each
+    rank's last steps.
     """
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
@@ -187,8 +187,8 @@ def _draw_lane(
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
     """Return the seconds of a step's parts in the order of `PARTS`.
 
-    A step reports waiting and exchange as one time (`meeting_s`); `exchange_s` is subtracted from
-    it.
+    A step reports waiting and exchange as one time (`meeting_s`); `exchange_s` is
+    subtracted from it.
     """
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s

@@ -152,8 +152,8 @@ def _heading(
 ) -> Line:
     """Return the line of titles; the column by which rows are sorted has an arrow.
 
-    A click on a title sorts by its column. `more` is written at the right end of the line, over the
-    last titles.
+    A click on a title sorts by its column. `more` is written at the right end of the line, over
+    the last titles.
     """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -180,8 +180,8 @@ def table_row(
 ) -> Line:
     """Return a row of a table as a line.
 
-    A sign at its beginning marks the row under the cursor, so that the cursor is visible without
-    colour.
+    A sign at its beginning marks the row under the cursor, so that the cursor is
+    visible without colour.
     """
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):

@@ -131,8 +131,8 @@ def draw_columns(
 ) -> tuple[str, ...]:
     """Return the rows of a graph from the top down, filled from below up to each value.
 
-    `dots` has the value of each column of dots, between `low` and `top`. A known value has at least
-    one dot.
+    `dots` has the value of each column of dots, between `low` and `top`. A known value has at
+    least one dot.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0

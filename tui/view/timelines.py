@@ -76,9 +76,9 @@ class TimeView(NamedTuple):
 class GraphPlan(NamedTuple):
     """The arrangement of the graphs on the screen.
 
-    `metrics` are the columns from left to right, and `devices` the rows from top to bottom. `rows`
-    has the height of each device's graphs in lines. The label takes the width that the graphs leave
-    free.
+    `metrics` are the columns from left to right, and `devices` the rows from top to bottom.
+    `rows` has the height of each device's graphs in lines. The label takes the width that the
+    graphs leave free.
     """
 
     metrics: tuple[GraphMetric, ...]

@@ -36,8 +36,8 @@ Values = tuple[float | None, ...]
 class Graph(NamedTuple):
     """A graph: its caption, its newest value as text, its values, and the upper end of its axis.
 
-    The oldest value comes first. `level` is a value to mark, such as the plan's samples/s; 0 marks
-    none.
+    The oldest value comes first. `level` is a value to mark, such as the plan's samples/s;
+    0 marks none.
     """
 
     caption: str
@@ -111,8 +111,8 @@ def _graph_cells(width: int, columns: int) -> int:
 def _most_columns(width: int, most: int, ticks: float) -> int:
     """Return the largest number of graphs side by side that still show the history in detail.
 
-    In detail means that each of `ticks` ticks has its own column of dots. The number is at most
-    `most`.
+    In detail means that each of `ticks` ticks has its own column of dots. The number is
+    at most `most`.
     """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
@@ -136,8 +136,8 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
     """Return the captions of at most `most` graphs.
 
     The first is for all devices together, unless ranks are missing. If there is room for all
-    graphs, the devices (the labels in `keys`) follow. The last are power and noise scale, if they
-    are known.
+    graphs, the devices (the labels in `keys`) follow. The last are power and noise scale, if
+    they are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []

@@ -222,8 +222,8 @@ def _write_part(seconds: float) -> str:
 def _waiting_s(row: RankRow) -> float:
     """Return the seconds of a step that a rank waits, without the exchange of gradients.
 
-    The rank's bar shows the same value. If the parts of its step are unknown, the exchange is
-    included.
+    The rank's bar shows the same value. If the parts of its step are unknown, the
+    exchange is included.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 

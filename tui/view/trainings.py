@@ -81,8 +81,8 @@ MOST_KEPT = 3  # most ended trainings shown; the newest are shown
 class EndedTrainings:
     """Remembers the trainings that ended while the app was open, with their last metrics.
 
-    `find_summary` returns the summary at the end of a run's journal as lines; empty if there is
-    none yet.
+    `find_summary` returns the summary at the end of a run's journal as lines; empty if there
+    is none yet.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
@@ -181,7 +181,7 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
     """Add the host's load as a cause if a training is slower than its plan without another cause.
 
-    It is needed because not every kernel reports how long threads wait for cores.
+    The load is only an indication, but not every kernel reports how long threads wait for cores.
     """
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:

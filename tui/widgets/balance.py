@@ -96,8 +96,8 @@ class LogPanel(ListPanel[LogRow]):
     def set_data(self, state: SessionState) -> None:
         """Show the measurements of this state.
 
-        The cursor follows its measurement; at the top of the list, it moves to each new
-        measurement.
+        The cursor follows its measurement; at the top of the list, it moves to
+        each new measurement.
         """
         if state.seen is not self._seen:
             self._seen = state.seen

@@ -136,8 +136,8 @@ class Lines(UsesApp, Widget):
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
         """Return the rows of the whole widget, to be reused by the next drawing.
 
-        Return None if a part of the widget is hidden or filters change the colours, so that reuse
-        isn't possible.
+        Return None if a part of the widget is hidden or filters change the colours, so that
+        reuse isn't possible.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
