@@ -238,7 +238,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class Source(Protocol):
     """A source of samples for some devices.
 
-    It doesn't raise if a device fails; the readings report the failure instead.
+    If a device fails, its readings report the failure instead of an exception.
     """
 
     def devices(self) -> tuple[Device, ...]:

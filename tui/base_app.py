@@ -217,8 +217,8 @@ class PlainScrollBar(ScrollBarRender):
 class BaseApp(App[int]):
     """The app without its screens.
 
-    It holds the newest snapshot, the session's state, and the alerts. Threads report changes of
-    them as messages.
+    It holds the newest snapshot, the session's state, and the alerts. Threads report changes to the
+    app as messages.
     """
 
     # not `reactive`: that would redraw the whole screen at each tick
@@ -505,7 +505,7 @@ class BaseApp(App[int]):
 
 
 class UsesApp(MessagePump):
-    """A mixin for screens and widgets that need the app's concrete type."""
+    """A mixin for screens and widgets that gives typed access to the app."""
 
     @property
     def evener(self) -> BaseApp:

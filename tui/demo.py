@@ -31,7 +31,7 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 class DemoApp(EvenerApp):
     """The app of the demo, which opens one screen after the other without user input.
 
-    They show the result of a search, a replay of the search, and a training. All keys
+    The screens show the result of a search, a replay of the search, and a training. All keys
     work as usual.
     """
 

@@ -17,7 +17,7 @@ FILE_NAME = "settings.toml"
 
 
 class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of alerts: what happens on an alert, and from which thresholds there is one."""
+    """The settings of alerts: what happens on an alert, and the thresholds in percent."""
 
     bell: bool = False  # ring the terminal's bell
     command: str = ""  # a program with its arguments, started for each alert

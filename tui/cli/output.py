@@ -36,7 +36,7 @@ class ReaderGoneError(Exception):
 class OutputError(RequestError):
     """Raised if standard output is a file that can't be written, for example on a full disk.
 
-    It is always reported on standard error, even with `--json`.
+    The error is always reported on standard error, even with `--json`.
     """
 
 

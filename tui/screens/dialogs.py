@@ -27,7 +27,7 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """Lines of text in a widget that is as high as they are."""
+    """A widget that shows lines of text; its height is the number of lines."""
 
     def show(self, lines: Iterable[Line]) -> None:
         """Draw these lines, and set the widget's height to their number."""
@@ -65,8 +65,8 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
 class DetailsDialog(Dialog[None]):
     """A page of text, which scrolls if it doesn't fit.
 
-    `draw(width)` returns its lines; it is called again at each new snapshot. If `wide`, the page is
-    wider than other dialogs.
+    `draw(width)` returns the lines of the page, and is called again at each new snapshot. If
+    `wide`, the page is wider than other dialogs.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class DetailsDialog(Dialog[None]):
 class ChoiceDialog(Dialog[str]):
     """A question with a few answers, which are chosen by key or by button.
 
-    `draw(width)` returns the lines of the question. Its result is the key of the chosen answer. The
-    first button has the focus at first, so the first answer must be harmless.
+    `draw(width)` returns the lines of the question. The dialog's result is the key of the chosen
+    answer. The first button has the focus at first, so the first answer must be harmless.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -161,7 +161,7 @@ def confirm(
 class FieldDialog(Dialog[bool]):
     """A dialog with one text field; an error in the text is shown below the field.
 
-    Its result is True once the text has been accepted.
+    The dialog's result is True once the text has been accepted.
     """
 
     def __init__(self, title: str, field: Input, hint: str) -> None:

@@ -27,7 +27,7 @@ from .dialogs import Dialog, Text
 class DryRunDialog(Dialog[bool]):
     """A dialog that runs a dry run and shows its progress, then what fits in memory.
 
-    Its result is True if the user starts the search from it.
+    The dialog's result is True if the user starts the search from here.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

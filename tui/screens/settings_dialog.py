@@ -71,9 +71,10 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """A dialog with a row for each setting; the left and right keys change the focused one.
+    """A dialog with a row for each setting.
 
-    `first` is the label of the row to focus first, or "".
+    The left and right keys change the focused setting. `first` is the label of the row to focus
+    first, or "".
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -86,7 +86,10 @@ class StartChoices(Lines):
 
 
 class WelcomeDialog(Dialog[str]):
-    """Asks where to begin. Its result is the key of the chosen way; None if it was closed."""
+    """Asks the user where to begin.
+
+    The dialog's result is the key of the chosen way to begin; None if it was closed.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"dismiss('{key}')", show=False) for key in ("b", "w", "d")
