@@ -110,7 +110,7 @@ class Workload(ABC):
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """Prepare shares whose rows are padded to `length` tokens in every pass.
 
-        Such steps measure the cost of a pass. The other parameters are those of `prepare`.
+        Such steps measure the cost of a pass. `prepare` describes the other parameters.
         """
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the total work of this process's steps so far; None if rows have no lengths."""
+        """Return the total work of all steps of this process; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:

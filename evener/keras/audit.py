@@ -182,7 +182,7 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables whose changes are counted: small ones that no step assigns."""
+        """Choose the variables whose changes are counted: small variables that no step assigns."""
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
         self._watched = [
@@ -336,7 +336,7 @@ class StepAudit:
     def _without_draws(self, steps: Steps | None) -> Steps | None:
         """Return the steps; None if a row's random numbers depend on where it is computed.
 
-        In that case, the steps can't be compared.
+        In that case, the steps can't be compared, and a warning is issued.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -421,7 +421,7 @@ class StepAudit:
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Compare the outputs of rows computed together with those of rows computed in parts.
+        """Compare the outputs of rows computed together with their outputs computed in parts.
 
         Return a finding if they differ. The rows are computed in two parts of unequal size, which
         needn't match the shares, and one by one, if the model can compute single rows.
@@ -494,7 +494,10 @@ class StepAudit:
             return error
 
     def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare the two steps on these rows; return the first difference, if any."""
+        """Compare Keras' own step and the engine's on these rows; return the first finding, if any.
+
+        If `signature` is new, variants of values and rows are compared, too.
+        """
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps[0])
         found = found or unequal or self._compare_attributes(steps, rows)
@@ -565,7 +568,10 @@ class StepAudit:
     def _run_shared(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step; raise RequestError if the parts can't be combined."""
+        """Run the engine's step with variables set to `values`, and return its result.
+
+        Raises RequestError if the results of the parts can't be combined.
+        """
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -716,7 +722,10 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if these rows' gradient depends on which of the two `values` a variable has."""
+        """True if these rows' gradient depends on which of the two `values` a variable has.
+
+        `key` is the variable's key.
+        """
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 

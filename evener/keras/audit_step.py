@@ -41,7 +41,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in a step of Keras' own, as far as the loss may read them."""
+    """The results of the model's call in Keras' own step, which the loss may read."""
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -331,7 +331,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True unless the tensor belongs to another graph than the one being traced."""
+    """True unless the tensor belongs to a graph that isn't being traced now."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
@@ -511,7 +511,7 @@ def _not_rewritten() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores tensors and plain values in attributes on exit.
 
-    The attributes are those of the model, its layers and its loss. The context's value is a
+    It restores attributes of the model, its layers and its loss. The context's value is a
     dictionary that is filled on exit: it then has the values that changed plain attributes had
     until then, by the names of layer and attribute.
     """

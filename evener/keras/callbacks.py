@@ -168,8 +168,8 @@ def _save_backup(backup: Any) -> None:
 def _match_epoch(backup: Any) -> None:
     """Set the model's initial epoch to the epoch of the weights that `backup` has restored.
 
-    If the optimizer's step isn't the one in the metadata, the last save was interrupted, so the
-    weights are those of the previous save.
+    If the metadata have another optimizer step than the restored optimizer, the last save was
+    interrupted. The weights then come from the previous save.
     """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())

@@ -420,7 +420,8 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
     """True if all first axes are open, as in batches; False if they differ; otherwise None.
 
-    Arrays of a single sample have first axes of different length; those of a batch don't.
+    The arrays of a single sample have first axes of different length,
+    but the arrays of a batch don't.
     """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:

@@ -138,7 +138,7 @@ def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[An
     """Yield amounts that force comparisons first to the positive side, then to the negative.
 
     Adding an amount to the left side of a comparison changes its margin, which is left minus
-    right side. `margins` are those of the whole batch, and `apart` their largest distances
+    right side. `margins` are the whole batch's margins, and `apart` their largest distances
     from the margins of its parts, one array for each comparison. The changed margin is half of
     this distance, first above 0 and then below. Margins that don't differ between the whole
     and its parts aren't changed.

@@ -87,7 +87,7 @@ def _install() -> None:
 def _in_context(
     own: Callable[..., Any], alike: Callable[..., Any], asked: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return a function that calls `alike` if `asked()` is true, and `own` otherwise."""
+    """Return a function that calls `alike` if `asked()` is True, and `own` otherwise."""
 
     @functools.wraps(own)
     def draw(*given: Any, **words: Any) -> Any:

@@ -60,9 +60,9 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return a tensor of zeros whose unknown axes differ in length from those of `tensor`.
+    """Return a tensor of zeros whose unknown axes have another length than in `tensor`.
 
-    A dataset of both tensors therefore has these axes unknown, like `spec`.
+    A dataset with both tensors therefore has these axes unknown, like `spec`.
     """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)

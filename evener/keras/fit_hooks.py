@@ -281,7 +281,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Return the call's arguments by name, including Keras' defaults."""
+        """Return the arguments of a call of Keras' method `name`, including Keras' defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )

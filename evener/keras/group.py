@@ -297,7 +297,7 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 def refuse_other(rank: int) -> None:
     """Raise RequestError unless `rank` is 0.
 
-    `rank` is the first rank whose data differ from those of rank 0; it is 0 if no rank's data do.
+    `rank` is the first rank whose data differ from rank 0's data; it is 0 if there is none.
     """
     if rank:
         raise RequestError(

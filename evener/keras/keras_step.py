@@ -79,7 +79,7 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 def open_rows(leaf: Any) -> Any:
     """Return the spec (type and shape) of a tensor or array, with an unknown number of rows.
 
-    The spec of a scalar, which has no rows, is that of a scalar.
+    A scalar has no rows, so its spec has no axes.
     """
     if leaf is None:
         return None
@@ -210,7 +210,10 @@ def call_once(model: Any, x: Tensors) -> Tensors:
 
 
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
-    """Call the model on these rows; pass `training` only if its `call` has that argument."""
+    """Call the model on the rows x, and return its outputs.
+
+    `training` is passed only if the model's `call` has that argument.
+    """
     with calls_of_steps():
         return model(x, training=training) if model._call_has_training_arg else model(x)
 
@@ -346,14 +349,20 @@ def part_of_loss(
 
 
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
-    """Return the model's loss on `batch`, (x, y, outputs, weight), without the layers' `losses`."""
+    """Return the model's own loss on `batch`, which is (x, y, outputs, weight).
+
+    `losses` are the layers' losses, which aren't included.
+    """
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
     return loss_with(model, nothing, x, y, outputs, weight, training)
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on a fraction `part` of the rows contributes to the whole loss."""
+    """Return what a layer's loss on a fraction `part` of the rows contributes to the whole loss.
+
+    `kind` describes how the parts' losses combine, and `dtype` is the type of the result.
+    """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 

@@ -230,7 +230,7 @@ class Measured(NamedTuple):
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
         """Return new values for variables, and rows with negated inputs.
 
-        The values are those of `_raise_zeros`, and noise is added to weights.
+        The values come from `_raise_zeros`, and noise is added to weights.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -341,7 +341,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind of a state: how its changes after the parts combine into that after all rows.
+    """Return the kind of a state: how its changes after parts combine into its whole change.
 
     `start` is the state's value before, `whole` its value after all rows, and `parts` are its
     values after each part, which has `sizes` rows.

@@ -54,8 +54,8 @@ def main_part(kind: str, part: Any) -> Any:
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
     """Return how many of each unit, such as unmasked steps, these tensors have, by the unit's name.
 
-    A unit is what a loss may be a mean over. The units are those of COUNTS that the tensors have,
-    and the counts are float64 tensors.
+    A unit is what a loss may be a mean over. Only units in COUNTS that occur in the tensors are
+    counted. The counts are float64 tensors.
     """
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]

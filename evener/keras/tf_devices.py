@@ -80,7 +80,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a message for each GPU whose product name differs from the one in the plan.
+    """Return a message for each GPU that has another product name here than in the plan.
 
     `names` are TensorFlow's names for the plan's devices.
     """

@@ -216,8 +216,8 @@ class Towers(OneProcess):
     ) -> Tower:
         """Run the model on one device's rows, `part`, and return the result.
 
-        `size` is the number of these rows without filler rows, and `rows` that of the whole batch.
-        `starts` are the states with the values from which the call starts.
+        `size` is the number of these rows without filler rows, and `rows` the number of rows of the
+        whole batch. `starts` are the states with the values from which the call starts.
         """
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
@@ -243,7 +243,10 @@ class Towers(OneProcess):
     def _loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
-        """Return the model's loss on the whole batch, including the losses that layers added."""
+        """Return the model's loss on the whole batch, including the losses that layers added.
+
+        `outputs` are the joined outputs of all towers.
+        """
         model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(

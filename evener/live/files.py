@@ -166,7 +166,7 @@ class Training(LiveRecord, frozen=True, kw_only=True):
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
     """Return every training process of this user that reports its speed, sorted by process id.
 
-    `folders` are by default those of `live_folders`. Files of dead processes are removed.
+    `folders` is by default the result of `live_folders`. Files of dead processes are removed.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -178,8 +178,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders in which reports may be, the preferred one first.
 
-    If EVENER_LIVE_DIR is set, it is the only one. Otherwise the user's runtime folder comes before
-    the state folder, because it is in memory.
+    If EVENER_LIVE_DIR is set, it is the only one. Otherwise the user's runtime folder, which is
+    usually in memory, comes before the state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:

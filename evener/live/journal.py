@@ -177,8 +177,8 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 class TrainingJournal:
     """The journal of one training run, written by its first rank.
 
-    `devices` and `shares` are those of each rank. `plan_created` is the creation time of
-    the plan, empty without a plan.
+    `devices` and `shares` have the device and the share of each rank. `plan_created` is the
+    creation time of the plan; it is empty without a plan.
     """
 
     def __init__(

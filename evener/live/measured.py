@@ -10,9 +10,10 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums over a device's last steps, from its entry `live` in a process's record.
 
-    The result is a single step made from the medians if the process reports no sums. It is the same
-    if the process has several devices and this one reports its own compute time (own work), because
-    the sums are those of the whole process. Without medians, the result is empty.
+    In two cases, the sums are replaced by a single step made from the medians. One is that the
+    process reports no sums. The other is that the process has several devices and this one
+    reports its own compute time (own work), because the sums are the whole process's. Without
+    medians, the result is empty.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
@@ -36,8 +37,8 @@ def measure_rank(
     """Return a rank's metrics, from which its limits are found.
 
     `record` is the process's record and `live` its device. `name` is the name to show, and `sums`
-    are those of `recent_sums`. `micro` is the number of rows per pass. `starved` is the fraction of
-    time in which the rank's threads waited for cores.
+    are the sums over the rank's steps. `micro` is the number of rows per pass. `starved` is the
+    fraction of time in which the rank's threads waited for cores.
     """
     return MeasuredRank(
         name=name,

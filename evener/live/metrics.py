@@ -84,7 +84,7 @@ def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
     """Return the metrics of the whole training run from the records of its ranks.
 
-    Rates are summed over the ranks. Times are those of the slowest rank.
+    Rates are summed over the ranks. Times are the slowest rank's.
     """
     speed = sum(each.samples_per_second for each in ranks)
     plan = max(each.plan_samples_per_second for each in ranks)

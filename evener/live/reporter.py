@@ -51,7 +51,7 @@ from .journal import TrainingJournal
 class DeviceTimes(NamedTuple):
     """A device's compute time (own work) and waiting time per step, in seconds.
 
-    The fields are those of `LiveDevice`.
+    `LiveDevice` has the same fields, and describes them.
     """
 
     own_work_s: float = 0.0
@@ -211,7 +211,7 @@ class Reporter:
     ) -> None:
         """Count one optimizer step on `samples` samples, and write a report if it is due.
 
-        The other arguments are those of `evener.report`. A step that isn't `timed`, for
+        The other arguments are described by `evener.report`. A step that isn't `timed`, for
         example because it compiles, is left out of samples/s. `tokens` are the step's token
         counts without and with padding.
         """
@@ -491,10 +491,10 @@ def report(
 ) -> None:
     """Report an optimizer step on `samples` samples to the monitor; call this after each step.
 
-    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the
-    devices' samples per step; by default they are equal, or those of the plan's shares.
-    `workload` and `framework` are names to show. Raises RequestError unless `samples`
-    is a non-negative whole number.
+    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the devices'
+    samples per step. By default, they are taken from the plan's shares; without a plan, the samples
+    are divided equally. `workload` and `framework` are names to show. Raises RequestError unless
+    `samples` is a non-negative whole number.
     """
     global _own
     if _own is None:
@@ -519,7 +519,8 @@ def _describe(
 ) -> tuple[LiveDevice, ...]:
     """Return the devices that compute, each with its part of the samples/s and its times.
 
-    The parameters are those of `report`; `rate` is the samples/s of all devices.
+    `devices` and `batches` are arguments of `report`. `rate` is the samples/s of all devices, and
+    `times` are the devices' times.
     """
     named = [_identify(device) for device in devices]
     sizes = (

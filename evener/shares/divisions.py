@@ -25,7 +25,7 @@ class Cut:
     """Cuts batches into consecutive slices for devices, in proportion to their weights.
 
     `weights` are whole samples or ratios above 0. With `floors`, each slice is rounded down
-    and the last slice takes the rest, as in Keras's former `multi_gpu_model`. Otherwise the
+    and the last slice takes the rest, as in Keras' former `multi_gpu_model`. Otherwise the
     boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by the
     weights. `micros` are the maximum rows per pass of each device; if it is empty, each
     device computes all of its rows in one pass.

@@ -253,7 +253,7 @@ def _allocation(
 def _largest(sizes: Sequence[int], k: int) -> list[int]:
     """Return the indices of the k largest sizes, without sizes of 0.
 
-    Among equal sizes, the one with the lower index comes first.
+    Equal sizes are in the order of their indices.
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
@@ -362,8 +362,8 @@ def _best_count(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
-    Each device computes as many samples as it can. The number of devices, at least `fewest`, is the
-    one with the highest throughput. Returns None if fewer devices can compute a quantum, or if
+    Each device computes as many samples as it can. The number of devices, at least `fewest`, is
+    chosen for the highest throughput. Returns None if fewer devices can compute a quantum, or if
     `fewest` devices exceed `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)

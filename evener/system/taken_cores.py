@@ -196,7 +196,7 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long this process was throttled by a CPU quota so far, in seconds.
+    """Return how long this process has been throttled by a CPU quota, in seconds.
 
     If several of its control groups were throttled, the longest time is
     returned; 0 if it is unknown.
@@ -221,7 +221,7 @@ class ProcessUse(NamedTuple):
 
 
 def read_process_use() -> ProcessUse:
-    """Return the CPU time that every visible process has used so far.
+    """Return the CPU time that every visible process has used since its start.
 
     This takes about 20 us per process.
     """

@@ -21,9 +21,9 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the bytes that this thread has written with write() so far.
+        """Return the total number of bytes that this thread has written with write().
 
-        Writes to files, pipes and sockets count.
+        Writes to files, pipes and sockets count. Return 0 if it is unknown.
         """
         if self._descriptor < 0:
             return 0

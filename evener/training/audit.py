@@ -82,7 +82,7 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the random sums of one part's gradient of a tensor."""
+        """Add the random sums of one part's gradient of the tensor `name`, whose type is `kind`."""
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
@@ -313,7 +313,7 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Record a change that isn't part of the signature, such as changed data.
+        """Record a change that isn't part of the signature, such as a changed setting of a module.
 
         Return True if the current step must be audited because of it.
         """

@@ -73,7 +73,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster than the current ones."""
+    """Shares that would be faster than the current shares, with their expected gain."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
@@ -255,8 +255,8 @@ class Rebalancer:
     def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
 
-        If that changes the number of passes of the current shares, past windows are dropped because
-        they aren't comparable. The parameters are those of `observe`.
+        `observe` describes the parameters. If the number of passes of the current shares changes,
+        past windows are dropped because they aren't comparable.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))

@@ -177,7 +177,7 @@ class AssignmentSearch:
     ) -> PartialAssignment | None:
         """Assign to each rank, fastest first, the next rows that it computes in `limit` seconds.
 
-        `rows` and `stops` are those of `_assign_blocks`. Return None if rows are left over.
+        `_assign_blocks` describes `rows` and `stops`. Return None if rows are left over.
         """
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:

@@ -121,7 +121,11 @@ def judge_training(
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield all parts of a step that may be limits, except unequal work of the ranks."""
+    """Yield all parts of a step that may be limits, except unequal work of the ranks.
+
+    `steps` are the ranks' mean steps, `step_s` is the duration of a step, and `competitors` names
+    the programs that used the cores.
+    """
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
     yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)

@@ -49,7 +49,10 @@ def maxer_batch(rows: int) -> tuple[Any, Any]:
 
 
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
-    """Return a network of two convolutions and two dense layers."""
+    """Return a network of two convolutions and two dense layers for MNIST.
+
+    The convolutions have `filters` and twice as many filters.
+    """
     blocks = [
         _convolution(filters),
         layers.MaxPooling2D(),

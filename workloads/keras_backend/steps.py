@@ -136,7 +136,7 @@ class KerasSteps:
     def own(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of this process's devices, without zeros.
 
-        `sizes` are those of all devices. If the model's parts are on several
+        `sizes` are the sizes of all devices. If the model's parts are on several
         devices, return only their sum.
         """
         if self._placed is not None:

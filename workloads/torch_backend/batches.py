@@ -264,7 +264,7 @@ class Batches:
         self._kept: Any = None
 
     def drop(self) -> None:
-        """Release all batches, including prefetched ones."""
+        """Release all batches, including prefetched batches."""
         if isinstance(self._steps, Generator):
             self._steps.close()
         self._kept = None

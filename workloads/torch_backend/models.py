@@ -172,7 +172,10 @@ EXPANSION = 4  # width of a block's hidden dense layer, relative to the model's 
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
-    """Return a recipe of the language model with AdamW, cross-entropy and random texts."""
+    """Return a recipe of the language model with AdamW, cross-entropy and random texts.
+
+    `model` and `texts` are arguments of `Decoder` and `Texts`.
+    """
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
     return Recipe(

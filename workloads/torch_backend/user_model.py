@@ -93,7 +93,10 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def _check_trained(name: str, module: Any, optimizer: Any) -> None:
-    """Raise RequestError unless the optimizer updates parameters of the module."""
+    """Raise RequestError unless the optimizer updates parameters of the module.
+
+    `name` is the name of the user's function, for messages.
+    """
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
             f"{name} gives an object of type {type(module).__name__} as its module.",
