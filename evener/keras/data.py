@@ -67,7 +67,8 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
     """Return `lengths`, the number of tokens in each row, as an int64 array.
 
-    Raises RequestError unless `lengths` fits the padded arrays x.
+    `rows` is the number of rows in x, and `assigner` has the devices' limits. Raises RequestError
+    unless `lengths` fits the padded arrays x and each row fits on a device.
     """
     tokens = np.asarray(lengths)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -91,7 +92,10 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, cut to its longest row, and the number of rows that count."""
+    """Return, for each device, its rows of x cut to its longest row, and their number.
+
+    The number doesn't count a filler row.
+    """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
         return [
@@ -101,9 +105,9 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut the second axis of the tensors to `steps`.
+    """Cut the second axis of the tensors in x to `steps`.
 
-    Tensors whose second axis isn't as long as the first tensor's are returned unchanged.
+    Tensors whose second axis differs in length from the first tensor's are returned unchanged.
     """
     whole = _count_steps(x)
     return keras.tree.map_structure(
@@ -112,9 +116,10 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad the outputs of shortened rows to the number of steps that x has.
+    """Pad the outputs of rows that were cut to fewer steps, to the number of steps in x.
 
-    Only outputs whose number of steps is open are padded; their masks exclude the padding.
+    Only outputs whose number of steps is unknown in the graph are padded;
+    their masks exclude the padding.
     """
     whole = _count_steps(x)
 
@@ -136,7 +141,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 
 
 def check_padding(model: Any, batch: AssignedArrays) -> None:
-    """Check that padding doesn't change the training.
+    """Check that padding of rows doesn't change what is learned.
 
     Raises RequestError unless a row of the batch gives the same outputs without its padding, and
     the loss ignores the padding.
@@ -242,14 +247,17 @@ class ArrayBatches:
         return math.ceil(self.rows / self.batch)
 
     def global_batches(self, endless: bool = False) -> Any:
-        """Return a tf.data.Dataset of global batches of one epoch.
+        """Return a tf.data.Dataset of the global batches of one epoch.
 
-        With `endless`, epochs follow each other without a pause.
+        If `endless`, it continues with further epochs without a pause.
         """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
-        """Return a dataset of `OwnRows`: the rows of each global batch for the process `rank`."""
+        """Return a dataset of `OwnRows`: the rows of each global batch for the process `rank`.
+
+        `cut` is how a batch is divided. If `endless`, epochs follow each other without a pause.
+        """
 
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
@@ -304,7 +312,10 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the array indices of an epoch's rows `start` to `stop`."""
+        """Return the indices in the arrays of the rows `start` to `stop` of an epoch.
+
+        `epoch` is the random number of the epoch, from which its order follows.
+        """
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -354,7 +365,10 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Convert `class_weight` to sample weights as Keras does, by label or by one-hot column."""
+    """Return sample weights, converted from `class_weight` as Keras does if that is given.
+
+    Classes are found by label or by one-hot column.
+    """
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
@@ -374,7 +388,8 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
     """Return the dataset if it yields batches; otherwise batch its single samples by `size`.
 
-    Raises RequestError if it yields single samples and there is no size.
+    `inputs` are the model's inputs, if they are known. Raises RequestError if the dataset yields
+    single samples and `size` is None.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -386,9 +401,10 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """True if a dataset's elements are batches, False for single samples, None if unknown.
+    """Return whether a dataset's elements are batches (True) or single samples (False).
 
-    This is inferred from the shapes; `inputs` are the model's inputs, if they are known.
+    This is inferred from the elements' shapes; `inputs` are the model's inputs, if they are known.
+    Return None if the shapes don't show it.
     """
     spec = dataset.element_spec
     if isinstance(spec, AssignedArrays):
@@ -418,10 +434,10 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """True if all first axes are open, as in batches; False if they differ; otherwise None.
+    """Return whether these are shapes of batches (True) or single samples (False), else None.
 
-    The arrays of a single sample have first axes of different length,
-    but the arrays of a batch don't.
+    The first axes of batches all have an unknown length. In a single sample, they may differ in
+    length, because they aren't numbers of rows.
     """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:
@@ -432,7 +448,7 @@ def _lead_batches(shapes: Sequence[Any]) -> bool | None:
 
 
 def batch_rows(dataset: Any) -> int | None:
-    """Return the number of rows in a dataset's full batches, or None if it can't be determined."""
+    """Return the number of rows in a dataset's full batches; None if it can't be determined."""
     shape = getattr(tf.nest.flatten(dataset.element_spec)[0], "shape", None)
     if shape is not None and shape.rank and shape[0] is not None:
         return int(shape[0])
@@ -447,7 +463,10 @@ def batch_rows(dataset: Any) -> int | None:
 
 
 def is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """True for dense arrays that are trained on in whole epochs, one step per execution."""
+    """True if a `fit` on these arguments needs no batching by Keras.
+
+    The data must be dense arrays that are trained on in whole epochs, with one step per execution.
+    """
     given = [tf.nest.flatten(chosen[key]) for key in ("x", "y", "sample_weight")]
     leaves = [leaf for every in given for leaf in every if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
@@ -463,7 +482,8 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 def split_for_validation(chosen: dict[str, Any]) -> None:
     """Split off the last rows of the arrays as validation data, like Keras' `validation_split`.
 
-    Raises RequestError if no rows are left to train on, or to validate.
+    `chosen` are the arguments of `fit`, which are changed. Raises RequestError if no rows are
+    left to train on, or to validate.
     """
     part = chosen["validation_split"]
     chosen["validation_split"] = 0.0

@@ -85,7 +85,7 @@ class CoreWatch:
         Threads also wait for each other, and for an idle core to wake up. Therefore the CPU time
         that they missed is limited in three ways. It is at most the CPU time that other programs,
         the hypervisor and the quota took from these cores. The CPU time that the threads wanted is
-        at most that of all cores. While a core is idle, no thread counts as delayed.
+        at most the CPU time of all cores. While a core is idle, no thread counts as delayed.
         """
         before = self._last
         last = self._sum_up()

@@ -236,7 +236,7 @@ class PeerWatcher:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _exit(self) -> None:
-        """Print the error that the main thread is handling, if any, and exit with code 1."""
+        """Print the error that the main thread is handling, if any, and exit with status 1."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -266,7 +266,7 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 
 
 def leave_group() -> None:
-    """Leave the process group together with the other ranks; does nothing without a group.
+    """Leave the process group, if there is one, together with the other ranks.
 
     A reference to the group is held until the interpreter exits. Otherwise a
     DistributedDataParallel may hold the last reference: when it is garbage-collected, it waits for
@@ -339,13 +339,13 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error as one line of text; "" for None and for sys.exit()."""
+    """Return an error as one line of text, or "" for None and for sys.exit()."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
 
 
 def find_error() -> BaseException | None:
-    """Return the error that the main thread is handling; None if there is none."""
+    """Return the error that the main thread is handling, or None."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
     error: BaseException | None = (
         found[1] if isinstance(found, tuple) else found

@@ -71,7 +71,7 @@ class Epoch:
 
 
 class StepListener:
-    """The callbacks that a loader calls for its steps; in this base class, they do nothing."""
+    """The callbacks for a loader's steps; the methods of this base class do nothing."""
 
     def compare(self, digest: int) -> None:
         """Called when an epoch begins whose order or lengths of rows come from the user.
