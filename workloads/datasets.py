@@ -58,7 +58,7 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
     """Return coloured pictures of stripes, with their labels.
 
     The pictures are float32 around 0 with the shape (rows, side, side, 3). The labels have the
-    shape (rows,); each class is an angle of the stripes.
+    shape (rows,); each of the `classes` classes is an angle of the stripes.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)

@@ -153,7 +153,10 @@ def add(entry: Entry) -> None:
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the name of the default workload: a small model for CPUs, a large one for GPUs."""
+    """Return the name of a framework's default workload.
+
+    It is a small model if training is `on_cpu`, and a large one for GPUs.
+    """
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 

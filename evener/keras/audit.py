@@ -444,7 +444,7 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if sums of outputs are equal except for rounding.
+        """True if two sums of outputs are equal except for rounding.
 
         The tolerance is relative to the largest absolute value in `whole`, the sums of all rows.
         """
@@ -656,7 +656,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn about a logged value that differs although the gradients don't differ."""
+        """Warn about each logged value that differs between two results whose gradients agree."""
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -673,6 +673,7 @@ class StepAudit:
     ) -> Finding | None:
         """Return a finding about a state that differs after the two steps; None if there is none.
 
+        `reference` and `trained` are the results of Keras' own step and of the engine's.
         Variables that aren't the model's, such as a loss object's, count only if the
         training depends on their value.
         """

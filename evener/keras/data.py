@@ -175,7 +175,9 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
     """Check that an output of a padded row is the same as for the row without padding.
 
-    Raises RequestError if it differs, or if neither a mask nor weights exclude the padding.
+    `whole` is the output of the padded row, `short` the output without padding, and `steps` the
+    row's number of tokens. Raises RequestError if the outputs differ, or if neither a mask nor
+    `weights` exclude the padding.
     """
     if whole.shape != short.shape:
         counted = [

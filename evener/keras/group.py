@@ -214,7 +214,11 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """Raise RequestError, in all processes, if an option differs between them (a collective)."""
+    """Raise RequestError, in all processes, if an option differs between them.
+
+    `options` are the options of this process's Split. Every process of
+    `group` must call this function.
+    """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     said = [each.numpy() for each in group.sum_now(own)]
     check_agreement(

@@ -65,7 +65,7 @@ def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
 
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
-    """Return the range unchanged, or the range of row 0 if it is empty.
+    """Return the range of rows from `start` to `stop`, or the range of row 0 if it is empty.
 
     An empty replica can abort TensorFlow, so such a filler row is computed instead. The caller
     drops its results (`take_rows` with 0 rows).
@@ -314,7 +314,10 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """Return the model's loss with `added` in place of `model.losses`, unless `added` is empty."""
+    """Return the model's loss on (x, y, outputs, weight), with `added` as the layers' losses.
+
+    `added` replaces `model.losses`, unless it is empty.
+    """
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
     try:

@@ -193,12 +193,15 @@ class Split:
     ) -> Any:
         """Return a dataset of global batches of these arrays.
 
-        Each epoch contains every sample once; its last batch may be shorter. `batch_size` is by
-        default the split's global batch. With `shuffle`, every epoch has a different order,
-        which `seed` determines and which is the same in all processes of a group. With
-        `lengths`, the number of tokens in each padded row, each tower gets rows of similar
-        length, cut to its longest row. x may also be a tf.data.Dataset of single samples or of
-        batches of any size; its order is kept.
+        - Each epoch contains every sample once; its last batch may be shorter.
+        - `sample_weight` and `class_weight` have the same meaning as in Keras' `fit`.
+        - `batch_size` is by default the split's global batch.
+        - With `shuffle`, every epoch has a different order. It is determined by `seed`, and is the
+          same in all processes of a group.
+        - With `lengths`, the number of tokens in each padded row, each tower gets rows of similar
+          length, cut to its longest row.
+        - x may also be a tf.data.Dataset of single samples or of batches of any size; its order is
+          kept.
 
         Raises RequestError if there is no batch size, or if these arguments can't be combined.
         """
@@ -240,7 +243,8 @@ class Split:
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
         """Return global batches whose rows are assigned to devices by length.
 
-        With engine solo, the batches are the same as without lengths. Raises RequestError with
+        `arrays` are the batches of x and its labels, and `lengths` the tokens in each row. With
+        engine solo, the batches are the same as without lengths. Raises RequestError with
         engine multiworker or with passes.
         """
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
@@ -298,7 +302,8 @@ class Split:
     ) -> tuple[tuple[str, ...], Cut, int | None]:
         """Return the computing devices, the cut of a batch among them, and the global batch.
 
-        The global batch is None if neither the plan nor the caller specifies one.
+        The parameters are the constructor's. The global batch is None if neither the plan
+        nor the caller specifies it.
         """
         if self.plan is None:
             chosen = (
@@ -437,9 +442,10 @@ def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
-    """Return a cut that rounds each part down and gives the remaining rows to the last device.
+    """Return a cut of batches among the devices in proportion to `ratios`.
 
-    Raises RequestError unless each device has a ratio above 0.
+    It rounds each part down and gives the remaining rows to the last device. Without ratios, the
+    parts are equal. Raises RequestError unless each device has a ratio above 0.
     """
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

@@ -87,9 +87,10 @@ class Towers(OneProcess):
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Train with a separate loss for each pass.
+        """Train on the batch (x, y, weight) in passes, and return the logs.
 
-        With passes, no device has the outputs of the whole batch before its backward passes.
+        Each pass has a separate loss, because no device has the outputs of the whole
+        batch before its backward passes.
         """
         model, rows = self.model, count_rows(x)
         pieces, variables = self.pieces((x, y, weight)), PlainVariables(model)

@@ -78,8 +78,9 @@ def split_fixed(
 ) -> Allocation | None:
     """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
 
-    Shares are multiples of `quantum`. Returns None if the devices' limits don't allow `batch`
-    samples, or if there are fewer than `fewest` devices.
+    `costs` has the seconds of gradient exchange for each number of devices. Shares are multiples
+    of `quantum`. Returns None if the devices' limits don't allow `batch` samples, or if there
+    are fewer than `fewest` devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -145,7 +146,8 @@ def split_free(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s on at least `fewest` devices.
 
-    The allocation has at most `limit` samples, or any number if `limit` is None.
+    `costs` has the seconds of gradient exchange for each number of devices. Shares are multiples
+    of `quantum`. The allocation has at most `limit` samples, or any number if `limit` is None.
     Returns None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
@@ -174,8 +176,9 @@ def smallest_reaching(
 ) -> Allocation | None:
     """Return the allocation with the smallest global batch that reaches `rate` samples/s.
 
-    It has at most `limit` samples, and at least `fewest` devices. Returns None if no
-    such allocation reaches `rate`.
+    It has at most `limit` samples, and at least `fewest` devices. `costs` has the seconds of
+    gradient exchange for each number of devices, and shares are multiples of `quantum`. Returns
+    None if no such allocation reaches `rate`.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -433,7 +436,8 @@ def _find_crossings(
 ) -> list[_Crossing]:
     """Return the interval in which each number of devices first reaches `rate` samples/s.
 
-    Numbers of devices below `fewest` and those that never reach `rate` are left out.
+    Numbers of devices below `fewest` and numbers that never reach `rate` are left out. `costs` has
+    the seconds of gradient exchange for each number of devices.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):

@@ -62,7 +62,8 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return the number of CPUs that the container's quota allows, which may be fractional.
 
-    If several control groups have a quota, the smallest one counts. Returns None without a quota.
+    If several control groups have a quota, the smallest quota counts. `root` and `membership` are
+    the kernel's files. Returns None without a quota.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -104,7 +105,8 @@ def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple
     """Yield the folder and the cgroup version of each control group that this process belongs to.
 
     Parents of these groups are included because their limits apply too. `controller` is the name of
-    a version 1 controller, such as "cpu".
+    a version 1 controller, such as "cpu". `root` is the folder of all groups, and `membership` the
+    kernel's file with this process's groups.
     """
     lines: list[str] = []
     with suppress(OSError):

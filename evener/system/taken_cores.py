@@ -248,12 +248,12 @@ def name_competitors(
 ) -> str:
     """Return the programs that used the most CPU time between two readings, for a message.
 
-    An example is "python load.py (1.9 cores)". The training process `own_root`, its descendants
-    and its parent are left out. Descendants of `own`, such as a data loader's workers, are
-    listed as the training's own worker processes. At most `most` programs are listed. The
-    container's CPU limit follows if it throttled this process (for `throttled_s` seconds), and
-    the hypervisor if it took cores. The result is empty if nothing is found, for example in a
-    container that hides other processes.
+    An example is "python load.py (1.9 cores)". `before` and `after` are results of
+    `read_process_use`. The training process `own_root`, its descendants and its parent are left
+    out. Descendants of `own`, such as a data loader's workers, are listed as the training's own
+    worker processes. At most `most` programs are listed. The container's CPU limit follows if it
+    throttled this process (for `throttled_s` seconds), and the hypervisor if it took cores. The
+    result is empty if nothing is found, for example in a container that hides other processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

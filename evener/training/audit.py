@@ -165,7 +165,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of one tensor's gradients; None if both gradients are 0.
+    """Return the difference of the gradients of the tensor `name`; None if both are 0.
 
     `largest` is the norm of the largest gradient of the reference, and `noises`
     is the result of `find_noises`.

@@ -38,7 +38,10 @@ class LimitKind(StrEnum):
     usual_remedy: str
 
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a member with the string value `value` and two texts, shown to the user."""
+        """Create a member with the string value `value`.
+
+        `meaning` and `usual_remedy` are texts that are shown to the user.
+        """
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning

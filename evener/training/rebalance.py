@@ -444,7 +444,9 @@ class Rebalancer:
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
         """Estimate the largest possible gain from the slopes of the curves at the current shares.
 
-        `_try` checks this estimate first, because solving for the shares takes far longer.
+        `factors` are the ranks' compute times divided by the times that their curves predict, and
+        `rest_s` is the duration of the rest of a step. `_try` checks this estimate first, because
+        solving for the shares takes far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -497,7 +499,11 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device became slower or faster, by how much and since when."""
+        """Return a message: which device became slower or faster, by how much and since when.
+
+        `factors` are the ranks' current factors (see `_find_factors`),
+        measured in the last `span` windows.
+        """
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]

@@ -191,7 +191,8 @@ class _Finder:
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
     """Return the indices of the ranks that reach the exchange last, or almost last.
 
-    These ranks wait at most 5 % of a step longer than the rank that waits least.
+    `steps` are the ranks' mean steps. The result has the ranks that wait at most 5 % of a step
+    (`step_s` seconds) longer than the rank that waits least.
     """
     least_s = min(each.waiting_s for each in steps)
     return [

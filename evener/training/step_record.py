@@ -87,9 +87,11 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step with the shares that it used; durations are in seconds, NaN if unknown.
+        """Add a step with the shares that it used.
 
-        A `disturbed` step counts only if there are too few undisturbed ones.
+        `own_work_s` is the rank's compute time (own work) and `step_s` the duration of
+        the whole step, in seconds; NaN if unknown. A `disturbed` step counts only if
+        there are too few undisturbed steps.
         """
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None

@@ -32,7 +32,8 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
     """Return the user's compiled model with its data.
 
-    Raises RequestError if the user's functions return something else.
+    `name` is the user's function, and `settings` are its arguments. Raises RequestError if the
+    user's functions return something else.
     """
     own = user_code.load(name, settings)
     model = own.result

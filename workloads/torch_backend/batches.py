@@ -210,7 +210,8 @@ class Data:
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
         """Return a sampler that repeats the same rows, which have nearly `length` tokens.
 
-        They are the longest rows with at most `length` tokens.
+        They are the longest rows with at most `length` tokens. `sizes` are the ranks' rows per
+        step, and `rank` is this rank.
         """
         assert self.lengths is not None
         return count_work(

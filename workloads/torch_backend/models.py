@@ -34,7 +34,7 @@ def classifier(
 ) -> Recipe:
     """Return a recipe for a module that returns logits.
 
-    It has Adam, cross-entropy and synthetic rows.
+    It trains with Adam and cross-entropy on rows from `sample_batch`.
     """
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(

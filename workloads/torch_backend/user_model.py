@@ -46,14 +46,18 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload of `file.py:attribute` or `package.module:attribute`."""
+    """Build the workload of a user's function, with `settings` as its arguments.
+
+    `name` is `file.py:attribute` or `package.module:attribute`.
+    """
     return TorchWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe from the user's function and its data functions.
+    """Return the recipe from the user's function `name` and its data functions.
 
-    Raises RequestError if these functions return something else or if there are no data.
+    `settings` are the function's arguments. Raises RequestError if these functions return something
+    else or if there are no data.
     """
     own = user_code.load(name, settings)
     recipe = find_recipe(name, own.result)
@@ -154,7 +158,8 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 def find_recipe(name: str, result: Any) -> Recipe | None:
     """Return the recipe of a Trainer, or of a LightningModule with its data.
 
-    Return None for anything else. Raises RequestError for a LightningModule without data.
+    `result` is what the user's function `name` returned. Return None if it is anything else. Raises
+    RequestError for a LightningModule without data.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
