@@ -251,7 +251,7 @@ class TrainingJournal:
         if self._window is None:
             return -math.inf
         begun_s = self._window[1]
-        # the time at which the window is that part of all time so far
+        # the time at which the window is the fraction WINDOW_PART of the elapsed time
         long_s = (begun_s - WINDOW_PART * self._first_s) / (1 - WINDOW_PART)
         return max(begun_s + WINDOW_SECONDS, long_s)
 

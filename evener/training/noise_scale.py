@@ -42,7 +42,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
     `high` is ENDLESS if the batch is too small to give an upper bound.
     """
 
-    rows: Rows  # ENDLESS if no signal was seen
+    rows: Rows  # ENDLESS if the signal isn't above 0
     low: Rows
     high: Rows
     samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # number of measured steps

@@ -93,8 +93,8 @@ class Window(NamedTuple):
 class Room(NamedTuple):
     """The maximum number of rows that fit in a rank's memory."""
 
-    at_once: int  # the most rows of a share that is computed in one pass
-    in_several: int  # the most rows of each of several passes; 0 if a share can't be divided
+    at_once: int  # maximum rows of a share that is computed in one pass
+    in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
         """Return the maximum rows per pass of a share: the whole share if it fits in one pass."""
@@ -274,7 +274,7 @@ class Rebalancer:
             return Room(most, most * self._passes)
         if not fits:
             return Room(self._unmeasured[rank], self._unmeasured[rank] * self._passes)
-        if now.rows_of_a_pass(share) < share:  # as was chosen, until its share changes
+        if now.rows_of_a_pass(share) < share:  # keep the passes until the share changes
             return now
         grown = share + max(share // 2, self._quantum)
         at_once = max(share, min(grown, fits))
@@ -501,8 +501,8 @@ class Rebalancer:
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
         """Return a message: which device became slower or faster, by how much and since when.
 
-        `factors` are the ranks' current factors (see `_find_factors`),
-        measured in the last `span` windows.
+        `factors` are the ranks' compute times divided by their predicted
+        times, in the last `span` windows.
         """
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors

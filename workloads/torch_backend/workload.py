@@ -502,7 +502,7 @@ class TorchWorkload(Workload, StepListener):
         elif members != self._members:
             group = dist.new_group(list(members))
             if not set(members) <= set(self._members):
-                # a returning rank's optimizer state differs from that of the other ranks
+                # a returning rank's optimizer state differs from the other ranks' state
                 self.recipe.optimizer.state.clear()
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.setup.rank in members:
