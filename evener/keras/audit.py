@@ -192,7 +192,7 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the types and shapes of batches as text, which changes if they do.
+        """Return the types and shapes of batches as text, to detect when they change.
 
         `first` is the first batch. The number of rows is omitted unless
         `batches` is a TensorFlow iterator.

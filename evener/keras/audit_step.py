@@ -317,9 +317,10 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return a `StepCall` made from the parts in which a graph returns it; None if `call` is None.
+    """Return the `StepCall` for the results of a graph; None if `call` is None.
 
-    The masks are attached to the outputs again.
+    `call` has the parts of the `StepCall` as the graph returns them. The masks are
+    attached to the outputs again.
     """
     if call is None:
         return None
@@ -378,9 +379,9 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient as a matrix whose columns are its last axis; `shape` is the weight's.
+    """Return the gradient as a matrix whose columns are the gradient's last axis.
 
-    Complex numbers become two rows each.
+    `shape` is the shape of the weight. Complex numbers become two rows each.
     """
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
@@ -443,7 +444,7 @@ def computes_in_half(model: Any) -> str:
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """Yield the variables that a graph reads or assigns (those that it has captured)."""
+    """Yield the variables that a graph reads or assigns, because it has captured them."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:

@@ -300,7 +300,7 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of (epoch, step); each iteration over it is another epoch."""
+        """Return a dataset of (epoch, step); each iteration over the dataset is another epoch."""
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
         numbers = epoch.flat_map(

@@ -82,9 +82,10 @@ class Shifts:
         self._amounts: dict[str, list[Any]] = {}
 
     def insert(self, place: str, operation: Any) -> None:
-        """Make a comparison of the graph that is being traced add its amount to its left side.
+        """Add an amount to the left side of a comparison in the graph that is being traced.
 
-        `place` is the line of user code that created the comparison `operation`.
+        `place` is the line of user code that created the comparison `operation`. The amount
+        is 0 until `assign` sets it.
         """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape

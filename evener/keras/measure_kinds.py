@@ -175,7 +175,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return two rows: the given one, and one with half its floating-point values.
+    """Return the given row and a second one, whose floating-point values are half as large.
 
     Parts of a batch can't be measured on a single row.
     """

@@ -211,7 +211,7 @@ class PassSums(NamedTuple):
 
 
 class DevicePasses:
-    """Runs the passes of one device, the device with index `number` in its process.
+    """Runs the passes of the device with index `number` in this process.
 
     `data` is the device's (x, y, weight), `size` the number of its rows without filler rows, and
     `rows` the number of rows in the whole batch. `found` has the measured kinds, and `variables`

@@ -111,7 +111,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address belongs to this machine, so that a socket can be bound to it."""
+    """True if a name or an address belongs to this machine: a socket can be bound to it."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)

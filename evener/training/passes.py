@@ -86,7 +86,7 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """These rows as a fraction of the plan's pass, which is their weight in its mean."""
+        """These rows as a fraction of the plan's pass: their weight in the mean loss of that pass."""
         return self.rows / self.planned if self.planned else 1.0
 
 

@@ -20,10 +20,10 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Read this process's entry in the EVENER_STARTS variable, then replace it with the script.
+    """Read this process's entry in EVENER_STARTS, then replace this process by the script.
 
-    Before that, it sets the environment variables, cores and output files of the entry. A rank
-    other than the first waits until the first one releases it, if the entry asks for that.
+    Before that, set the environment variables, cores and output files of the entry. A rank other
+    than the first waits until the first one releases it, if the entry asks for that.
     """
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]

@@ -33,7 +33,7 @@ Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Medians of a rank's steps with these shares, in seconds; 0 for unknown values."""
+    """Medians of a rank's steps with certain shares, in seconds; 0 for unknown values."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float

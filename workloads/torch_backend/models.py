@@ -197,7 +197,7 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the text's tokens, one more than its length.
+        """Return the tokens of the text number `row`, which are one more than its length.
 
         Each token except the first is predicted from the previous tokens.
         """
