@@ -86,7 +86,7 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """These rows as a fraction of the plan's pass: their weight in the mean loss of that pass."""
+        """These rows as a fraction of the plan's pass: their weight in the pass's mean loss."""
         return self.rows / self.planned if self.planned else 1.0
 
 
