@@ -731,10 +731,10 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision may be different for parts of the rows, or None.
+        """Return a finding if a decision may be different for parts of the rows; None otherwise.
 
-        A decision is a comparison in user code (see `decisions.py`). It counts only if it changes
-        the gradient.
+        A decision is a comparison in user code (see `decisions.py`). It counts
+        only if it changes the gradient.
         """
         plain, shared = steps
         whole = plain.run(rows).margins
@@ -802,7 +802,8 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants of values and rows that may reveal differences which the first rows hide.
+        """Yield variants of values and rows that may reveal differences
+        hidden by the original rows.
 
         Each variant is (description, values of variables, rows).
         """

@@ -180,7 +180,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 def calls_of_steps() -> Iterator[None]:
     """Return a context in which calls of the model count as made by a step, not by the user's loop.
 
-    See `warn_of_own_loop`.
+    Within it, the warning of `warn_of_own_loop` isn't issued.
     """
     token = in_step.set(True)
     try:

@@ -350,7 +350,7 @@ class DevicePasses:
         """Return the values of the states after a pass of `count` rows from row `start` on.
 
         `values` are the values after the previous passes, `states` the states with the values from
-        which this pass started, and `scope` has the values that it assigned.
+        which this pass started, and `scope` has the values that this pass assigned.
         """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):

@@ -396,9 +396,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the given plan, or the plan that `evener launch` provides; None if devices are given.
+    """Return the plan: the given one, or the plan that `evener launch` provides.
 
-    Raises RequestError unless exactly one of plan, gpus and devices is available.
+    Return None if devices are given instead of a plan. Raises RequestError unless exactly one of
+    plan, gpus and devices is available, or if both a plan and ratios are given.
     """
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)

@@ -72,7 +72,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """The steps in a time window, and the duration of the window with the time between steps."""
+    """The number of steps in a time window, and the duration of the window."""
 
     at: At  # end of the window
     steps: Count

@@ -420,9 +420,10 @@ CAUSES = {
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
     """Return the key in CAUSES of the likeliest cause of a difference.
 
-    `answers` has a function for each cause that can be tested. It recomputes the gradient on the
-    training path with one thing changed, and returns True if the change removes the difference. The
-    functions are called in the order of CAUSES until one returns True. Return "rows" if none does.
+    `answers` has a function for each cause that can be tested. Each function recomputes the
+    gradient on the training path with one thing changed, and returns True if the change
+    removes the difference. The functions are called in the order of CAUSES until one returns
+    True. Return "rows" if none does.
     """
     for name in CAUSES:
         if name in answers and answers[name]():

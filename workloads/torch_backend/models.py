@@ -265,7 +265,10 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry for the worker `setup`."""
+    """Build the workload `name` of the registry for the worker `setup`.
+
+    `settings` are arguments of the model and of its data.
+    """
     learning_rate = settings["learning_rate"]
     if name == "torch_text":
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)

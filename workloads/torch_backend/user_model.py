@@ -291,9 +291,9 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return the data set as `Data`.
+    """Return the data set `given`, or the data set of a DataLoader, as `Data`.
 
-    From a DataLoader, `Data` takes its data set, collate function, workers and pinning.
+    A DataLoader's collate function, workers and pinning are used, too.
     """
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
