@@ -802,8 +802,7 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants of values and rows that may reveal differences
-        hidden by the original rows.
+        """Yield variants of values and rows that may reveal differences that the rows hide.
 
         Each variant is (description, values of variables, rows).
         """

@@ -68,9 +68,7 @@ class TimedBatches:
         return number % self.stride == part * self.stride // RANGE
 
     def _choose_stride(self) -> None:
-        """Choose the stride of the next block of batches from the mean
-        duration of the last batches.
-        """
+        """Choose the stride of the next block from the mean duration of the last batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at
