@@ -77,7 +77,7 @@ class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the callbacks of a `fit` with `own` added as the last one.
+    """Return the callbacks of a `fit`, followed by `own`.
 
     `given` is the argument of `fit`: a callback, a list, a CallbackList or None.
     """

@@ -183,9 +183,9 @@ def _add_row(row: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """The results of Keras' own step on some rows: first on all rows, then on each part of them.
+    """The results of Keras' own step on some rows, from which the kinds are found.
 
-    Its methods find the kinds from these results.
+    The first result is for all rows, and the others are for parts of them.
     """
 
     model: Any

@@ -450,11 +450,11 @@ class Workers:
         times: tuple[Any, Any],
         kind: Any,
     ) -> list[Any]:
-        """Sum `tensors` over the processes; also record all processes' compute times.
+        """Return the sums of `tensors` over the processes, and record all compute times.
 
-        The compute times and the digests of the batches are sent with the same collective, as
-        type `kind`. `times` has the time at which this process's step began, and the time at
-        which its tensors were ready.
+        The processes' compute times and the digests of their batches are sent with the same
+        collective, as type `kind`. `times` has the time at which this process's step began, and the
+        time at which its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels

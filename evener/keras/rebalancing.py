@@ -46,7 +46,11 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return a device's number of passes for `rows` rows, an int64 scalar tensor."""
+        """Return the number of passes that the device at index `device` needs for `rows` rows.
+
+        `rows` and the result are int64 scalar tensors. The result depends on
+        the shares when the graph runs.
+        """
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
 

@@ -16,7 +16,7 @@ from .keras_step import pad_rows
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient; a sparse gradient without slices if `rows` is 0.
+    """Return the gradient; if `rows` is 0, return a sparse gradient without its slices.
 
     A process or device without rows computes a filler row, whose slices mustn't be used.
     """

@@ -149,7 +149,7 @@ class PeerWatcher:
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
-        """True if the rank's process was on this machine and has exited."""
+        """True if the process of the rank `rank` was on this machine and has exited."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
