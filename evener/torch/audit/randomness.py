@@ -97,10 +97,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
         """Add errors to the results of an operation that sums many terms, as rounding might.
 
-        If n terms of random sign are added one after the other, each addition rounds a partial sum
-        with a relative error of about u, the unit roundoff. The standard deviation of the total
-        error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and
-        Stability of Numerical Algorithms, section 4.2, with independent errors).
+        `name` and `arguments` are those of the operation; others are left unchanged. If n terms of
+        random sign are added one after the other, each addition rounds a partial sum with a
+        relative error of about u, the unit roundoff. The standard deviation of the total error is
+        then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and Stability
+        of Numerical Algorithms, section 4.2, with independent errors).
         """
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
@@ -137,8 +138,8 @@ def _each(result: Any) -> Sequence[Any]:
 def _count_terms(name: str, arguments: Any, place: int) -> int:
     """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
 
-    `name` is the operation's name. `place` is the index of the result if the operation
-    has several results.
+    `name` and `arguments` are those of the operation. `place` is the index of the result if the
+    operation has several results.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -180,10 +181,10 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    """Draw the same values for every row; return the result and whether it is random.
+    """Call a random operation so that every row gets the same values.
 
-    `seed` determines the values. The result isn't random for dropout, which keeps all values, and
-    for permutations, which move each entry by one place.
+    `seed` determines the values. Return the result, and whether it is random. It isn't for dropout,
+    which keeps all values, and for permutations, which move each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -345,7 +346,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU whose slope is the mean of both bounds for all values.
+    """Compute a randomized leaky ReLU with the mean of `lower` and `upper` as the slope.
 
     The slopes are written to `slopes`, which the backward pass uses.
     """

@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return found
 
     def _mark(self, tensor: Any, result: Any) -> Any:
-        """Return the size that the program read from a tensor.
+        """Return `result`, the size that the program read from a tensor.
 
         If the first dimension of a recorded tensor is the batch's number of rows, its size is
         replaced by a RowNumber, which a replay with other rows converts to their number.
@@ -605,13 +605,13 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat recorded calls with `rows` other rows, and return one of the computed tensors.
+    """Repeat the recorded calls in `entries` with `rows` other rows; return one computed tensor.
 
-    `known` maps the id of each recorded tensor to its replacement, and receives the results of the
-    calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
-    converts the numbers among the arguments. `fresh` maps the class of an object in the recorded
-    batch to its replacement, or to None if there is none. The program's own generators keep their
-    states.
+    `known` maps the id of each recorded tensor to its replacement, and receives the results of
+    the calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
+    converts the numbers among the arguments. `fresh` maps the class of an object in the
+    recorded batch to its replacement, or to None if there is none. The program's own generators
+    keep their states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]

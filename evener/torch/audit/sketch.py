@@ -100,7 +100,7 @@ SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return PROJECTIONS random sums of a gradient, as float64."""
+    """Return PROJECTIONS random sums of a gradient, as float64; `signs` are the random signs."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
@@ -230,9 +230,10 @@ class GradientSums:
     def _differentiate(
         self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of a loss by the names of their tensors.
+        """Return the gradients of a loss with respect to the tensors in `trained`, by name.
 
         The result is empty if each gradient was projected and freed as soon as it was computed.
+        `retain_graph` is passed to torch.autograd.grad.
         """
         with ExitStack() as stack:
             for name, each in trained.items():
@@ -261,7 +262,10 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Project a gradient, or save it until it is projected together with others."""
+        """Project a gradient, or save it until it is projected together with others.
+
+        `name` is the name of the gradient's tensor.
+        """
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], project(gradient, self._signs)[None])
             return

@@ -215,7 +215,10 @@ class _Comparison:
 
 
 def _report(sketcher: GradientSketcher, computations: Computations, reference: Sketch) -> Audited:
-    """Return the result of an audit that has found no difference."""
+    """Return the result of an audit that has found no difference.
+
+    `reference` is the sketch of the reference gradient.
+    """
     return Audited(
         difference=None,
         cause="",

@@ -464,7 +464,8 @@ class _Reader:
     def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
         """Read the index, check that it belongs to this model, and return evener's entries in it.
 
-        Raises RequestError on every rank if the checkpoint can't be loaded.
+        Unless `optimizer` is None, its stored state is checked, too. Raises RequestError on every
+        rank if the checkpoint can't be loaded.
         """
         fault, own = "", dict[str, Any]()
         if self._reads:

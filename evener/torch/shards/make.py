@@ -78,8 +78,9 @@ def shard(
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it; see `Split.shard`.
 
-    `level` is the argument `shard` of that method: "all" or "state". `casts` is the dtype of an
-    autocast that surrounds each forward pass of the model, or None.
+    `level` is the argument `shard` of that method: "all" or "state". `units`, `state` and `dtype`
+    are its other arguments. `casts` is the dtype of an autocast that surrounds each forward pass of
+    the model, or None.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -270,8 +271,9 @@ def sum_norms(
     """Return the norm of gradients, including the shards of other ranks.
 
     `norm` is PyTorch's function for the gradients of one process, `tensors` are this rank's
-    gradients, and `kind` is the order of the norm. Raises RequestError for order 0, and
-    RuntimeError if the norm isn't finite although `error_if_nonfinite` is True.
+    gradients, and `kind` is the order of the norm. `options` and `named` are the other arguments of
+    that function. Raises RequestError for order 0, and RuntimeError if the norm isn't finite
+    although `error_if_nonfinite` is True.
     """
     shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]

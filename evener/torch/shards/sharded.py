@@ -281,7 +281,7 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a layer whose parameters are read outside the layer's forward pass.
+        """Gather a unit, a single layer, whose parameters are read outside its forward pass.
 
         For example, a model may multiply by its head's weight without calling the head. The layer
         stays gathered until the backward pass ends.

@@ -110,7 +110,8 @@ def _count(module: Any) -> int:
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
     """Return the parameters of each unit by the unit's name.
 
-    Parameters that are in no unit, or in several units, are listed under "".
+    `units` has the units of `model` by name. Parameters that are in no unit, or in several units,
+    are listed under "". Raises RequestError if a parameter can't be sharded.
     """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk(
@@ -162,7 +163,7 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which a parameter is gathered.
+    """Return the dtype in which the parameter in `slot` is gathered.
 
     `dtype` is the one requested for all parameters, or None, and `casts` is the dtype of an
     autocast around the model, or None. With `dtype`, all floating-point parameters are gathered in
@@ -322,7 +323,7 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Add `size` bytes that were allocated; a negative `size` means that they were freed."""
+        """Add `size` bytes of a kind, which were allocated or, if negative, freed."""
         self.now[kind] += size
         self.most[kind] = max(self.most[kind], self.now[kind])
         self.peak = max(self.peak, self.now.total())

@@ -52,8 +52,8 @@ class TakenBatch:
     def can_share_backward(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass.
 
-        They can if they give each rank the same weight, and if the last batches of their epochs do
-        so, too.
+        They can if they give each rank the same weight, and if the last batches of their
+        epochs do so, too.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -177,8 +177,8 @@ class BatchTracker:
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """Return the batch that matches `data`, or None if the choice makes no difference.
 
-        `epochs` are those that may contain the batch. Raises RequestError if the batch is ambiguous
-        and the choice makes a difference.
+        `epochs` are those that may contain the batch, and `match` selects the batches that match.
+        Raises RequestError if the batch is ambiguous and the choice makes a difference.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)

@@ -159,7 +159,7 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if its pass can be computed again, else "".
+        """Return the error as text if the running pass can be computed again, else "".
 
         The pass can be computed again if memory ran out before one of its backward passes ended.
         Raises DeviceError if memory ran out and `exchanges` is empty, because another library sums
@@ -178,8 +178,9 @@ class Recovery:
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
         """Undo a pass that ran out of memory, and make later passes smaller.
 
-        `least` is the minimum number of rows in a pass. Raises DeviceError if passes can't be
-        smaller, or if smaller passes would have another gradient.
+        `running` is the pass, and `exchanges` are those that sum its gradients. `least` is the
+        minimum number of rows in a pass. Raises DeviceError if passes can't be smaller, or if
+        smaller passes would have another gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows

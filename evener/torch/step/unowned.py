@@ -269,6 +269,9 @@ def _owned_by(modules: Iterable[Any]) -> set[int]:
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return the objects of each class that exist in this process, in one pass over all objects."""
+    """Return the objects of each class in `kinds` that exist in this process, a list per class.
+
+    All objects are searched only once.
+    """
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

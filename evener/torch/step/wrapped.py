@@ -105,9 +105,9 @@ def wrap_model(
 ) -> tuple[Any, Exchange | None]:
     """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
 
-    `forward` is passed to `hook_forward`, and `options` to `wrap_module`. `by_loss` is True if
-    losses are weighted instead of gradients. A model in DistributedDataParallel isn't wrapped
-    again; its exchange is None if `replace_all_reduce` returns None.
+    `device` and `forward` are passed to `hook_forward`, and `options` to `wrap_module`. `by_loss`
+    is True if losses are weighted instead of gradients. A model in DistributedDataParallel isn't
+    wrapped again; its exchange is None if `replace_all_reduce` returns None.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model

@@ -116,7 +116,7 @@ def gather_rows(
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
-    """Return the sum of a value over the ranks.
+    """Return the sum of a value over the `world` ranks, as a tensor on `device`.
 
     `value` is a number or a tensor. The result is int64 for an integer tensor with at least one
     dimension, else float64. The `timer` doesn't count the all-reduce as compute time (own work).
@@ -134,8 +134,8 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """Return the mean over all rows in a batch, computed from each rank's mean over its own rows.
 
     `value` is this rank's mean, and `sizes` has each rank's number of rows. If the values are equal
-    on all ranks, `value` itself is returned, without rounding. The `timer` doesn't count the
-    collective as compute time (own work).
+    on all ranks, `value` itself is returned, without rounding. `device` is the device of the
+    collective, which the `timer` doesn't count as compute time (own work).
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
