@@ -40,7 +40,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Enter a context without TF32 or other reduced-precision products.
+    """Enter a context in which products aren't computed in TF32 or other reduced precision.
 
     PyTorch has two ways to set the precision. It raises an error if the older setting is read after
     the newer one (`fp32_precision`, since 2.9) was set to a different value.

@@ -252,7 +252,7 @@ def _draw_size(draw: _Draw) -> Any:
 def _draw_like(draw: _Draw) -> Any:
     """Draw equal rows into a tensor, or into a new one like it; return None for other operations.
 
-    Operations with several tensor arguments are not included, because their results depend
+    None is also returned for an operation with several tensor arguments, because its result depends
     on all of them.
     """
     arguments = draw.arguments

@@ -176,7 +176,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model with its result; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that a replay calls for a model: the one inside a DDP wrapper."""
+        """Return the module that a replay calls for a model.
+
+        For a DistributedDataParallel, this is the module inside it.
+        """
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
@@ -417,8 +420,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 def _sum_up(tensor: torch.Tensor) -> list[float]:
     """Summarize the values of a small tensor, so that ranks can compare them.
 
-    Return the only value, or the sum of the values and the sum of index times value.
-    Indices start at 1.
+    Return a single value as it is. For several values, return their sum, and the sum of each value
+    times its index, counted from 1.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:

@@ -65,15 +65,16 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """The result of an audit: a difference and its cause, or None and "" without a difference.
+    """The result of an audit.
 
-    `fault` is the reason why the audit is inconclusive, as a part of a message. The audit is
-    also inconclusive if `finite` is False, because the reference gradient isn't finite. `rows`
-    is a digest of the rows, and `sizes` has the number of rows in each part. `sketch` is the
-    sketch of the reference, and `changed` has the names of buffers that a pass changes. `noises`
-    has the differences that rounding causes, by tensor, if they were measured. `explained` is
-    True if there was a difference, but only from random numbers that depend on the length to
-    which rows are padded.
+    `difference` is the difference between the two gradients, and `cause` names its likeliest cause;
+    without a difference, they are None and "". `fault` is the reason why the audit is inconclusive,
+    as a part of a message, or "". The audit is also inconclusive if `finite` is False, because the
+    reference gradient isn't finite. `rows` is a digest of the rows, and `sizes` has the number of
+    rows in each part. `sketch` is the sketch of the reference, and `changed` has the names of
+    buffers that a pass changes. `noises` has the differences that rounding causes, by tensor, or is
+    None if they weren't measured. `explained` is True if there was a difference, but only from
+    random numbers that depend on the length to which rows are padded.
     """
 
     difference: GradientDifference | None
@@ -89,7 +90,7 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
-    """Run the reference computation and the training run's computation, and compare the gradients.
+    """Compute the gradients of the reference and of the training run, and compare them.
 
     `moves` is passed to `GradientSketcher.open`. If gradients can't be computed, only the losses
     are compared: reentrant checkpoints, for example, don't support torch.autograd.grad.

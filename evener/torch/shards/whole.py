@@ -52,7 +52,11 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 
 
 class UnitBytes(NamedTuple):
-    """The bytes of a unit: its whole parameters, their gradients, and the gradients' buffer."""
+    """The bytes of a unit.
+
+    `gathered` are those of its whole parameters, `gradients` those of their gradients, and `buffer`
+    those of the buffer from which the gradients are reduced.
+    """
 
     gathered: int
     gradients: int
@@ -65,7 +69,7 @@ class UnitBytes(NamedTuple):
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the two largest units whole.
+    """Return the bytes of the whole parameters of the two largest units.
 
     While one unit computes, the next one is already being gathered.
     """
