@@ -25,10 +25,10 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """What a session has reported until now, with its last `KEPT_OBSERVATIONS` observations.
+    """What a session has reported so far, with its last `KEPT_OBSERVATIONS` observations.
 
-    `running` has the latest report of each running probe. `belief` is what the search predicts for
-    each device, and `best` is the best layout until now.
+    `running` holds the latest report of each running probe. `belief` is what the search predicts
+    for each device, and `best` is the best layout so far.
     """
 
     run: str = ""

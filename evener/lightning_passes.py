@@ -115,8 +115,9 @@ Sums = tuple[
 class PassMetrics:
     """Combines the logged metrics of a batch over its passes and over ranks.
 
-    Ranks reduce each metric once per pass, in the pass's last piece. `reduce` is the strategy's own
-    reduction over ranks, and `timer` excludes the time of reductions from compute time (own work).
+    A pass that ran out of memory is computed in several pieces. Ranks reduce each metric once per
+    pass, in its last piece. `reduce` is the strategy's own reduction over ranks, and `timer`
+    excludes the time of reductions from compute time (own work).
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class KeyDiscovery(DiscoveryHit):
 
 
 class PaletteEntry(NamedTuple):
-    """A key of the screen as an entry of the palette.
+    """An entry of the command palette for one of the screen's keys.
 
     `moves` is True if the key only moves within a list or a screen. A search also finds the
     entry by `other_words`.

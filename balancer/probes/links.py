@@ -362,9 +362,10 @@ class _RankProcess:
             self._process.stdin.flush()
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply, of which at least a part has arrived.
+        """Return the next reply.
 
-        Return None if the process has exited or has written something else.
+        Call this only once at least a part of the reply has arrived, because it blocks until the
+        rest has. Return None if the process has exited or has written something else.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)

@@ -244,9 +244,10 @@ def _find_even(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the split with which one device, packs or placements are compared.
+    """Return the best split, with which a plan that isn't a split is compared.
 
-    Return None if no split was measured near the plan's batch.
+    Such a plan is one device, a pack (several trainings on one device) or a placement. Return None
+    if no split was measured near the plan's batch.
     """
     splits = [one for one in verdict.rivals if one.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)

@@ -241,10 +241,10 @@ class Evaluation:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The search for a sharded training; None if there is none.
+        """The search among sharded layouts.
 
-        There is none if the workload doesn't support sharding, or if sharding wasn't requested and
-        every device can hold the whole model.
+        None if the workload doesn't support sharding, or if sharding wasn't requested and every
+        device can hold the whole model.
         """
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)

@@ -62,10 +62,10 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return a round of the first or the second small batch on devices that lack it.
+        """Return probes of the first or second small batch on devices not yet measured at it.
 
-        Once both were tried, return a round of smaller batches on devices that failed at them.
-        Return an empty tuple if no device lacks a small batch.
+        Once both were tried, return probes of smaller batches for the devices that failed at them.
+        Return an empty tuple if nothing is missing.
         """
         for turn in range(2):
             due = self._next_small_batches(turn)

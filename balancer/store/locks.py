@@ -85,8 +85,8 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
     """Lock devices on their hosts, against sessions of this user and of other users.
 
-    `run` is the id of the run to name to other sessions. Closing the returned stack releases the
-    devices. Raises DeviceError if another session has one of them.
+    `run` is the run's id, which other sessions show when they find the devices locked. Closing the
+    returned stack releases the devices. Raises DeviceError if another session holds any of them.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():

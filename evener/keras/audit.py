@@ -182,7 +182,10 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables whose changes are counted: small variables that no step assigns."""
+        """Choose the small variables that Keras' step itself doesn't assign.
+
+        A change of such a variable, by a callback for example, shows that the model has changed.
+        """
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
         self._watched = [

@@ -73,11 +73,12 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a function like `run` that first measures the kinds of the first batch.
+    """Return a function like `run` that first measures how results of parts of a batch combine.
 
-    `run` is Keras' train function, or its test function unless `training`. `plain` are Keras' own
-    steps on one device, and `audited` is True if steps are audited. The result is stored in the
-    engine. Raises RequestError if the engine can't combine a loss of the measured kind.
+    It measures with the first batch whether losses and states are sums, means or neither. `run` is
+    Keras' train function, or its test function unless `training`. `plain` are Keras' own steps on
+    one device, and `audited` is True if steps are audited. The result is stored in the engine.
+    Raises RequestError if the engine can't combine a loss of the measured kind.
     """
     is_first = True
 

@@ -85,7 +85,10 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return the update of a state that has this value after a device's calls."""
+        """Return how the state changes for the whole batch, given its value on one device.
+
+        The device has computed all of its passes.
+        """
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):

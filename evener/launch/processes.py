@@ -249,9 +249,10 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the environment variable RENDEZVOUS for this address (HOST:PORT).
+    """Return a value of the environment variable RENDEZVOUS that replaces an address by a file.
 
-    It makes processes rendezvous through a new file instead of the address.
+    `address` is HOST:PORT. Processes that have it in their environment rendezvous through the new
+    file that the value names.
     """
     return f"{address} {make_memory_file()}"
 

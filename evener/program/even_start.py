@@ -72,7 +72,7 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Record the first collective that the program's own code calls during the even steps.
+        """Record the first collective that the program calls in the first steps, with even shares.
 
         `place` is the file and line of the call.
         """

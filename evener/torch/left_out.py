@@ -100,9 +100,10 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks have left out, and these ranks; None without one.
+    """Return the first step that only some ranks skipped, and these ranks.
 
-    `ranks` maps steps to the ranks that left them out, and `every` has the ranks with rows.
+    Return None if there is no such step. `ranks` maps steps to the ranks that skipped them, and
+    `every` has the ranks with rows.
     """
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

@@ -294,7 +294,8 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     """Yield the table of trainings, then the ranks of each training and what slows it down.
 
-    A training of one process without an id is only in the table, which has all of its values.
+    A training without an id that has one process appears in the table only, which already shows
+    all of its values.
     """
     rows = _join(snapshot)
     if not rows:

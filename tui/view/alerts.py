@@ -77,7 +77,7 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The keys of devices and ids of trainings whose alerts were reported and still last."""
+        """The keys of devices and ids of trainings with reported alerts that are still active."""
         return frozenset(about for _, about in self._reported)
 
 

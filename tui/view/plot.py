@@ -39,7 +39,7 @@ class PlotPoint(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A curve through the vertices of `line`, with signs at the measured `points`.
+    """A curve through the vertices of `line`, with markers at the measured `points`.
 
     The curve is dashed for x above `known_to`, because it is only a prediction there.
     """

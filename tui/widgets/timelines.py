@@ -109,7 +109,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Show a longer (1) or shorter (-1) time, hide the cursor, and save the choice."""
+        """Lengthen (1) or shorten (-1) the displayed time, hide the cursor, and save the choice."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None

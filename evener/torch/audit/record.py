@@ -99,9 +99,10 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    Of `models`, those in training mode are recorded, each as a single call. `after` is called after
-    each backward pass, with this recorder and the loss that the backward pass started from. `rows`
-    is the batch's number of rows; if it is 0, the length of the batch's first tensor is used.
+    Only those `models` that are in training mode are recorded, each as a single call. `after` is
+    called after each backward pass, with this recorder and the loss that the backward pass started
+    from. `rows` is the batch's number of rows; if it is 0, the length of the batch's first tensor
+    is used.
     """
 
     def __init__(

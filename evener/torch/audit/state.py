@@ -59,8 +59,9 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
     Attributes are, for example, counters, lists of values, buffers and metrics; they are restored
     in place. Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters
-    are copied unless most weights are frozen, because a model may update them itself, for example
-    those of a momentum encoder. The returned function may be called several times.
+    are copied, because a model may update them itself, as a momentum encoder's; but not if most
+    weights are frozen, because the copy would be too large. The returned function may be called
+    several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)

@@ -13,9 +13,9 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return parameters in the order in which a flat holds them: the widest dtypes first.
+    """Sort parameters into the order of a flat tensor, the widest dtypes first.
 
-    Therefore the parameters of each dtype begin at a multiple of the dtype's size in bytes.
+    In this order the parameters of each dtype begin at a multiple of the dtype's size in bytes.
     """
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
@@ -31,9 +31,9 @@ class Segment:
         self.dtype, self.start, self.stop, self.byte = dtype, start, stop, byte
 
     def byte_of(self, element: int) -> int:
-        """Return the first byte of the flat's element with this index.
+        """Return the byte offset of an element, given its index in the flat tensor.
 
-        For the index `stop`, return the end of the segment.
+        For the index `stop`, return the byte offset of the segment's end.
         """
         return self.byte + (element - self.start) * int(self.dtype.itemsize)
 

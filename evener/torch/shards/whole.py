@@ -28,10 +28,16 @@ MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
     """Return the maximum bytes that a rank holds besides its part of the state and activations.
 
-    That is the model's own parameters whole with their gradients, two units whole, and the
-    gradients of a unit: in the dtype in which they were computed, and in a buffer in their shards'
-    dtype. An embedding isn't whole while its gradients are reduced. Added to that are the unsharded
-    parameters with their gradients and optimizer state, and the statistics of packed weights.
+    They are the sum of
+
+    - the parameters that belong to no unit, gathered, with their gradients;
+    - two gathered units, because the next one is prefetched;
+    - the gradients of one unit, in the dtype in which they were computed and in the dtype of the
+      shards, because they are copied before they are reduced;
+    - the parameters that are never sharded, with their gradients and optimizer state;
+    - the statistics of 4-bit weights, which every rank holds.
+
+    An embedding is freed before its gradients are reduced, so it doesn't count at that moment.
     `units` are the units by name; `dtype` and `casts` are those of `choose_dtype`.
     """
     parameters = find_parameters(model, units)

@@ -111,7 +111,7 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight of gradients of tensors that no module has.
+        """Return the weight for gradients of trained tensors that don't belong to any module.
 
         Return None if nothing is being trained, or during an audit.
         """

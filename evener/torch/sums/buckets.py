@@ -359,7 +359,7 @@ class TailReader:
 
 
 class Buffers:
-    """A module's buffers, except those named in `ignored`, with detection of changes."""
+    """Tracks a module's buffers, except those named in `ignored`, and detects when they change."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
