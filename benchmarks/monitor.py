@@ -200,7 +200,7 @@ def _record(rank: int, step: int) -> LiveRecord:
 
 
 def measure(name: str, code: str, wanted: bytes, seconds: float, keys: bytes = b"") -> Cost:
-    """Start a program, press keys, let it settle, and measure its CPU time for `seconds`."""
+    """Start a program, press keys, wait until it idles, and measure its CPU time for `seconds`."""
     screen = Screen(code)
     try:
         first = screen.wait_for(wanted)

@@ -130,8 +130,8 @@ def _key(command: Build) -> tuple[str, str]:
 def _close_all_but(kept: int) -> None:
     """Close every descriptor but one, and point the standard streams at /dev/null.
 
-    The descriptors belong to the child: whoever reads from them would otherwise wait until this
-    process exits.
+    The descriptors belong to the child. While this process has copies of them, a reader of the
+    child's pipes sees no end of file, even after the child has exited.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -341,7 +341,7 @@ class FitHooks:
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
         """Return arrays for evaluation as batches of `size` rows in the engine's form.
 
-        Also return the number of batches, because Keras has to be told how many steps there are.
+        Also return the number of batches, because Keras needs the number of steps.
         """
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())

@@ -68,7 +68,7 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 def advise_lightning() -> str:
     """Return a message with two lines of Lightning that make a script train on all devices.
 
-    It is for a script whose Trainer uses one device although several ranks are available. The lines
+    A script needs them if its Trainer uses one device although several ranks are available. They
     keep the global batch by dividing the batch size of each rank's loader by the number of ranks.
     """
     devices = int(os.environ["WORLD_SIZE"])

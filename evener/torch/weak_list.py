@@ -15,8 +15,8 @@ _IS_THERE: Any = partial(is_not, None)
 class WeakList(Generic[T]):
     """Objects in the order in which they were added, without duplicates, until garbage-collected.
 
-    It is for a few objects, because `add` compares the new object with all others. Iterating over a
-    WeakSet or WeakKeyDictionary takes several times as long.
+    Use it for a few objects only, because `add` compares the new object with all others. Iterating
+    over a WeakSet or WeakKeyDictionary takes several times as long.
     """
 
     def __init__(self) -> None:

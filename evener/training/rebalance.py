@@ -235,12 +235,7 @@ class Rebalancer:
         self._own.append(tuple(own_work_s))
         if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn():
             self._plan_shares()
-            kept = list(self._windows)
-            self._windows.clear()
-            self._windows.extend(
-                each._replace(factors=self._find_factors(own))
-                for each, own in zip(kept, list(self._own)[:-1], strict=True)
-            )
+            self._recompute_factors()
         factors = self._find_factors(own_work_s)
         self._note_noise(factors)
         self._windows.append(Window(start, factors, max(0.0, step_s - max(own_work_s))))
@@ -251,6 +246,19 @@ class Rebalancer:
                 return self._change(*found, span)
             span *= 2
         return None
+
+    def _recompute_factors(self) -> None:
+        """Recompute the factors of past windows, because the curves have changed.
+
+        The newest compute times belong to a window that isn't stored yet.
+        """
+        past = list(self._own)[:-1]
+        windows = [
+            window._replace(factors=self._find_factors(own_work_s))
+            for window, own_work_s in zip(self._windows, past, strict=True)
+        ]
+        self._windows.clear()
+        self._windows.extend(windows)
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
@@ -499,7 +507,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device became slower or faster, by how much and since when.
+        """Return a message: which device became slower or faster, its change and since when.
 
         `factors` are the ranks' compute times divided by their predicted
         times, in the last `span` windows.

@@ -370,7 +370,7 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Return the positions of the devices, in groups of devices whose speeds can't be told apart.
+    """Return the positions of the devices, in groups of devices of equal speed.
 
     Each device is as fast as the first device of its group, except for noise. A lost device is
     alone in its group. Devices with different `limits` (`Problem.limits`) may use different

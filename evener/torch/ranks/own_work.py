@@ -555,13 +555,7 @@ class StepTimer:
         """
         counts = self._computed or self._applied
         if self._doing is not None:
-            if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
-                self._note_untimed_files()
-            if self._validates:
-                self._note_validated()
-            self._untimed.batches += 1
-            self._untimed.steps += counts
-            self._doing, self._timed = None, True  # until the next batch begins
+            self._finish_untimed(counts)
             if self._batches + 1 < self._choose_at:  # the next one isn't timed either
                 self._asked = math.nan
                 return self._computed
@@ -580,6 +574,16 @@ class StepTimer:
         if self._next_timed and self._batches + 1 >= self._measured_at:
             self._idle_s = _idle_seconds()
         return self._computed
+
+    def _finish_untimed(self, counts: bool) -> None:
+        """Count a batch that wasn't timed; `counts` is True if it was an optimizer's step."""
+        if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
+            self._note_untimed_files()
+        if self._validates:
+            self._note_validated()
+        self._untimed.batches += 1
+        self._untimed.steps += counts
+        self._doing, self._timed = None, True  # until the next batch begins
 
     def _choose_next(self) -> None:
         """Decide whether the next batch is timed, and when to decide again."""

@@ -375,8 +375,8 @@ def _gather_agreed_infos(
     Raises RequestError or PlanError on every rank if the ranks have different plans or options.
     """
     training = secrets.token_hex(8)
-    told = msgspec.structs.replace(own, options=dict(options), training=training)
-    ranks = gather_infos(told, process)
+    own = msgspec.structs.replace(own, options=dict(options), training=training)
+    ranks = gather_infos(own, process)
     check_agreement(ranks)
     return ranks
 
