@@ -234,7 +234,9 @@ def _find_host(
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
-        lost_s = min(step_s, starved_s + _wait_for_starved(ranks, steps[place]))
+        # a rank may lack a core while it waits, too: that part of the wait is counted already
+        waiting_s = _wait_for_starved(ranks, steps[place]) * max(0.0, 1.0 - ranks[place].starved)
+        lost_s = min(step_s, starved_s + waiting_s)
         yield StepPart(
             kind=LimitKind.HOST_STARVED,
             seconds=lost_s,
