@@ -48,7 +48,10 @@ def main() -> None:
     parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument(
-        "--cases", default=CASES, help="programs, and the percentage of the second device"
+        "--cases",
+        default=CASES,
+        help="programs of run_jobs, and the percentage of the second device (sharded: FSDP2; "
+        "zero: DeepSpeed, of the stage in ZERO_STAGE)",
     )
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument(
