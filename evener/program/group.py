@@ -61,9 +61,9 @@ def current_rank() -> int:
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Prepare this process for the process group that the program creates, then create it.
 
-    This function wraps `torch.distributed.init_process_group`. In a process that `evener run`
-    started, it releases evener's other ranks if they belong to the group. In any other process of
-    the program, it sets the device according to the process's rank.
+    This function wraps `torch.distributed.init_process_group`. evener's ranks other than the first
+    wait until the program creates a group of all of them: if this is that group, they may continue.
+    A process that evener didn't start gets the device that belongs to its rank.
     """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
@@ -86,8 +86,8 @@ def _signature(function: Any) -> inspect.Signature:
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
     """Return this process's rank and the size of the group that is about to be created.
 
-    `given` has the arguments of `init_process_group`. Return None if neither they nor the
-    environment specify both, as with MPI, whose backend determines them.
+    `given` has the arguments of `init_process_group`. Return None if the rank or the size is
+    neither among them nor in the environment. With MPI, for example, only the backend knows them.
     """
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
@@ -106,8 +106,9 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
     `place` is this process's rank in the group, and `method` is the script's `init_method`. A
-    script may choose another address for evener's ranks, so a different address excludes them only
-    if a launcher in the program has also started sibling ranks.
+    different rendezvous address alone doesn't make it another group, because a script may
+    choose its own address. The group is another one if, in addition, a launcher in the program
+    has started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -216,7 +217,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which a process that still trains alone has no rank variables.
+    """Return a context in which a process that hasn't joined a group has no rank variables.
 
     Otherwise its child processes would act as the ranks that evener started. A rank that has
     already created a group with evener's other ranks keeps its variables.

@@ -1,10 +1,10 @@
 """Audit the program's own loss for one batch.
 
-An audit runs before shares become uneven, and at intervals while they are uneven. The functions
-with which the program computes the loss from a batch are recorded. The recorded functions and their
-backward pass are then run again on a few rows: in equal parts, as under the program's own launcher,
-and in parts with the sizes of the shares. The program's own code runs only once, and its state is
-restored.
+An audit runs before shares become uneven, and at intervals while they are uneven. It records the
+functions with which the program computes the loss from a batch. Then it runs these functions and
+their backward pass twice on a few rows: once in equal parts, as the program's own launcher would
+divide them, and once in parts in proportion to the shares. The program's own code runs only once,
+and its state is restored.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Guard(Recorder):
     GradientSketcher that computes gradients; by default, only the models' gradients are computed.
     `step` is the number of the training step, for messages.
 
-    If ranks communicate in the models' layers, `agree` is given. Losses are then compared instead
-    of gradients, and all ranks compute the same passes. `agree` exchanges each rank's fault before
-    and after these passes, and returns a fault of any rank.
+    `agree` is only passed if ranks communicate in the models' layers. Losses are then compared
+    instead of gradients, and all ranks compute the same passes. `agree` gathers the faults of all
+    ranks before and after these passes, and returns the first of them.
     """
 
     def __init__(
@@ -123,9 +123,10 @@ class Guard(Recorder):
             self._origins.follow(function, arguments, keywords, result)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as a number; if a collective overwrote it in place, its previous value.
+        """Return the loss as a number, as it was before a collective overwrote it in place.
 
-        The recorded calls compute the previous value, which only this rank's rows determine.
+        The earlier value is needed because it is the one that the recorded calls
+        compute from this rank's rows.
         """
         return super().read_loss(self._before.get(address(loss), loss))
 
@@ -225,7 +226,7 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why shares would change what is learned from this loss, or why that is unknown.
+        """Return why shares would change what is learned from this loss, or why this is unknown.
 
         The result is empty if shares give the same gradient as the program's own launcher. If ranks
         communicate in the models' layers, the losses are compared instead.
@@ -262,11 +263,11 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return the fault of a loss after computing the same passes on every rank.
+        """Return why shares can't be used with a loss, after all ranks computed the same passes.
 
-        `record` is the loss's record on this rank, or the reason why there is none. No pass is
-        computed if any rank has a fault before. The result is the same on all ranks, and empty if
-        no rank has a fault.
+        `record` has the recorded calls of the loss on this rank, or the reason why there are none.
+        The result is the same on all ranks, and empty if no rank objects. If a rank already has a
+        reason at the start, no pass is computed.
         """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
@@ -321,19 +322,21 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows collated again, or None if that may give a different batch.
+        """Return a few rows that the loader's collate function has collated again.
 
-        The rows are fetched on the first call only.
+        Return None if collating them again may give a different batch. The rows are
+        fetched on the first call only.
         """
         if not self._collated and self._few is not None:
             self._collated = [self._few()]
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return candidate selections of a few rows of the batch, in the order to try them.
+        """Return several selections of a few rows of the batch, in the order in which to try them.
 
         Rows that the loader's collate function has collated again come first, if there are any.
-        Rows cut from the batch follow, first in a chosen order, then in the batch's order.
+        Next come rows that are cut from the batch and chosen to differ, and last the same number of
+        rows in the batch's order.
         """
         every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
@@ -341,7 +344,7 @@ class Guard(Recorder):
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the fault of a loss that can't be computed again because of this error."""
+    """Return a message that the loss can't be computed again, with this error as the reason."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 

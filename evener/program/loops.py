@@ -37,7 +37,7 @@ _SHARDS = (
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Start an iteration over a DataLoader, and follow it if the program trains in it."""
+    """Start an iteration over a DataLoader; return it as a Loop if the program trains in it."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -46,18 +46,19 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Start an iteration over a loader of accelerate or timm.
+    """Start an iteration over a loader of accelerate or timm, which wraps a DataLoader.
 
-    The iteration is followed if the program trains in it.
+    It is returned as a Loop if the program trains in it.
     """
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
 
 
 class Loop:
-    """An iteration over a DataLoader, or over a loader around it.
+    """An iteration over a DataLoader, in which the program may train by shares.
 
-    The outer loader, `outer`, prefetches one batch.
+    `outer` is the loader of accelerate or timm that wraps the DataLoader, if there is one; it
+    prefetches one batch. `begin` starts the iteration.
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
@@ -162,8 +163,8 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 class SharedBatches:
     """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
 
-    Outside such a loop it yields the original batches. `sampler` belongs to the most recent
-    training loop. If it is None, `fault` says why rows can't be divided.
+    In other loops it yields the original batches. `sampler` divides the rows of the most recent
+    training loop. If it is None, `fault` says why the rows can't be divided.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
@@ -200,16 +201,16 @@ class SharedBatches:
     def __reduce_ex__(self, _: Any) -> Any:
         """Pickle and copy the program's own sampler instead of this object.
 
-        The program's files then contain nothing of evener. Only pickle protocols before 2 accept an
-        object of another class.
+        The program's files then don't refer to evener. Pickle protocol 1 is used, because later
+        protocols don't allow an object to be replaced by one of another class.
         """
         return self.given.__reduce_ex__(1)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield an epoch's batches.
 
-        The program's sampler draws one batch for each batch that is yielded. A loop may leave an
-        epoch early, and the next epoch's rows may depend on how far the sampler got.
+        For each batch that is yielded, one batch is drawn from the program's own sampler, too. The
+        sampler is then in the right state if the loop leaves the epoch early.
         """
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide() if opens else None
@@ -258,10 +259,10 @@ class SharedBatches:
 def _draw_beside(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield the `batches` by shares, and take one batch of the program's sampler for each.
+    """Yield `batches`, and draw one batch of the program's own sampler for each of them.
 
-    Raises RequestError if the sampler draws another batch than `expected`, because rows would then
-    be left out or trained twice.
+    `drawn` yields the sampler's batches. Raises RequestError if one of them isn't the one in
+    `expected`, because rows would then be left out or trained twice.
     """
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
@@ -272,9 +273,9 @@ def _draw_beside(
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the name of the program's or a library's class that makes batches.
+    """Return the class name of a batch sampler that the program or a library defines.
 
-    The result is empty if PyTorch makes them.
+    The result is empty if PyTorch's own classes make the batches.
     """
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
@@ -355,9 +356,9 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_place(sampler: Any) -> Any:
-    """Return the sampler that holds the rank whose rows are drawn, and the attribute's name.
+    """Return the sampler that stores this process's rank, and the name of that attribute.
 
-    It is `sampler` itself or nested in it. Return None if there is none.
+    The sampler is `sampler` or one nested in it. Return None if no sampler stores the rank.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:

@@ -26,7 +26,8 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 class SharesOrigin(msgspec.Struct, frozen=True):
     """The model and batch of the earlier training run that determined a plan's shares.
 
-    Both are compared with the current model and batch, because others may need other shares.
+    Both are compared with the current model and batch, because these shares may be wrong for a
+    different model or batch.
     """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
@@ -72,9 +73,9 @@ def read_settings() -> ProgramSettings:
 def say(words: str) -> None:
     """Print the line `words` from evener to standard error, on the first rank only.
 
-    If there are several ranks, the line begins with a carriage return and a newline so that it
-    isn't appended to a progress bar. Tools that merge the output of several processes drop an
-    empty line that ends this way.
+    If there are several ranks, a line break comes first, so that the line isn't appended to a
+    progress bar. It consists of a carriage return and a newline, because tools that merge the
+    output of several processes then drop the empty line.
     """
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -132,10 +133,9 @@ class Notebook:
             say(f"shares stay even: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares seem to stay even, without making this the final reason.
+        """Print why shares stay even, but leave open that a later loop trains by shares.
 
-        A later loop of the program may still train by shares. If none does, `why` is written to the
-        RankNote.
+        If no later loop does, `why` is written to the RankNote.
         """
         self.pending_reason, self._supposes_even = why, True
         say(f"shares stay even: {why}")
@@ -167,8 +167,8 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's RankNote to the settings' folder, if a folder is set.
 
-        If nothing trained by shares, a pending reason is recorded first, and printed unless it
-        already was.
+        If nothing has trained by shares, the note has the reason. A reason that hasn't been
+        printed yet is printed first.
         """
         if not self.settings.folder:
             return

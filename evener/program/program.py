@@ -50,7 +50,7 @@ class Program:
     """Trains the program by shares, at the earliest from its second training step on.
 
     In the first step, all ranks check whether uneven shares are possible. `training` is None until
-    they are used. A program that can't train by shares runs unchanged.
+    the program trains by shares. A program that can't train by shares runs unchanged.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Program:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each rank in the current batch, by which gradients are weighted.
+        """Number of rows of each rank in the current batch, used to weight gradients.
 
         The tuple is empty before the first batch.
         """
@@ -159,9 +159,10 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass, and report why shares stay even after many without a step.
+        """Count a backward pass. After many without an optimizer step, report why shares stay even.
 
-        The hooks only see the steps of PyTorch's optimizers, not for example those of fastai's.
+        The hooks see only the steps of PyTorch's own optimizers. They don't see those
+        of fastai's, for example.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -224,7 +225,7 @@ class Program:
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped.
 
-        If no followed loop is running, report why shares stay even.
+        If it steps outside the loops that can train by shares, report why shares stay even.
         """
         self._updated = True
         self._stepped = True
@@ -274,7 +275,7 @@ class Program:
         return not has_group and is_started_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
-        """Report that the program trains on one device, followed by `advice` on changing that.
+        """Report that the program trains on one device, followed by `advice` on how to use more.
 
         Raises RequestError if `evener run` was started with `--strict`.
         """
@@ -294,8 +295,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why the optimizer's step isn't in a loop that can train by shares.
 
-        A later loop may still do so. Raises RequestError if `evener run` was started with
-        `--strict`.
+        The report isn't final, because a later loop may be able to. Raises RequestError if `evener
+        run` was started with `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -330,8 +331,8 @@ class Program:
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record that the program's own code calls the collective `name` in a trainer's step.
 
-        `start` has the even steps of that trainer. Once they are over and shares are uneven, print
-        a warning instead.
+        `start` manages the trainer's first steps, which are even. After these steps, a warning is
+        printed instead if shares are uneven.
         """
         place = find_callback()
         if not place or not start.is_training:
@@ -342,7 +343,7 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self) -> None:
-        """Warn that values averaged over ranks are now means over different numbers of rows.
+        """Warn that averages over ranks are now averages over ranks with different numbers of rows.
 
         This method is called for each collective of the program. It does nothing if the current
         batch is divided evenly or no model is training.
@@ -383,9 +384,10 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step of a training by shares; after a change, create a guard that checks it.
+        """Begin a step that trains by shares.
 
-        If a guard checks the step, the step's time doesn't count.
+        If the program's settings changed before this step, create a guard that checks the step. The
+        time of a step with a guard isn't used for rebalancing.
         """
         if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program divides itself
@@ -432,7 +434,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """End a loop; if it trained by shares, compare the ranks' views of its last steps."""
+        """End a loop; if it trained by shares, check that the ranks agree about its last steps."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -470,7 +472,7 @@ class Program:
             )
 
     def _guard_again(self, loop: Any) -> None:
-        """Count a step by shares; compare the ranks' views if a comparison is due.
+        """Count a step by shares; compare what the ranks recorded about their steps if that is due.
 
         All ranks call this after the same step.
         """
@@ -487,7 +489,7 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Report the guard's result to the other ranks, after a change that this rank has seen.
+        """Report the result of a guard that was created after a change of settings to all ranks.
 
         This method doesn't wait for the other ranks, because they may not have seen the change.
         """
@@ -508,7 +510,7 @@ class Program:
             )
 
     def _compare(self, loop: Any) -> None:
-        """Gather all ranks' views of the steps since the last comparison, and compare them.
+        """Gather and compare all ranks' records of the steps since the last comparison.
 
         Raises RequestError if the ranks' row orders or learning rates differ. On any other
         difference or a fault of a rank, the training returns to even shares.
@@ -555,14 +557,14 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a training's shares with the equal rows of its own launcher.
+        """Make audits compare a training's shares with equal shares, as its own launcher uses.
 
         If an audit finds a difference, the training returns to even shares.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def begin_even(self, training: PlannedTraining, hooks: str) -> None:
-        """Make the first steps of a library's trainer even, until its first audits are compared.
+        """Give ranks even shares in a trainer's first steps, until its first audits are compared.
 
         `hooks` names the trainer's class, for messages.
         """
@@ -593,10 +595,11 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather each rank's fault; return the first fault in rank order, or "" if there is none.
+        """Gather from each rank why shares can't be used; return the first reason in rank order.
 
-        Ranks call this method before they run the same passes, in which they communicate layer by
-        layer. If a rank is missing, the result says so.
+        `fault` is this rank's reason; the result is "" if no rank has one. Ranks call this method
+        before they run the same passes, in which they communicate layer by layer. If a rank is
+        missing, the result says so.
         """
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
@@ -636,7 +639,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
-        """Return a training of a loop's models with the plan, and attach it to the models."""
+        """Return a PlannedTraining for a loop's models, and attach it to the models."""
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         for each in models:
@@ -644,10 +647,11 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan with which to start training these models; None for that of `evener run`.
+        """Return the plan with which to start training these models.
 
-        `global_batch` is the number of rows per step. If the shares come from an earlier training
-        run of another model or batch, the result is the plan with even shares instead.
+        None means the plan of `evener run`, unchanged. If its shares come from an earlier training
+        run of another model or batch, the result is that plan with even shares. `global_batch` is
+        the number of rows per step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -670,10 +674,10 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Return a training of these models with the plan from `evener run`.
+        """Return a PlannedTraining of these models with the plan from `evener run`.
 
-        `global_batch` is the number of rows per step, `weigh` is what to weight by rows (gradients
-        or losses), and `place` has further arguments of `find_shares`.
+        `global_batch` is the number of rows per step. `weigh` is "gradients" or "loss": whichever
+        is to be multiplied by a rank's weight. `place` has further arguments of `find_shares`.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -683,9 +687,9 @@ class Program:
         )
 
     def _view(self, loop: Any) -> RankView:
-        """Return this rank's view of the steps since the last comparison of views.
+        """Return this rank's record of the steps since the ranks last compared their records.
 
-        The guard, if there is one, is closed, and its results are part of the view.
+        The current guard, if there is one, is closed, and its results are part of the record.
         """
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -724,9 +728,9 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Check whether the numbers in the loss have changed since the previous step.
+        """Check whether numbers in the loss, such as factors, have changed since the last step.
 
-        If so, the program may have read them from exchanged values.
+        If so, record it, because the program may have read them from exchanged values.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
@@ -763,9 +767,9 @@ class Program:
 def _find_common_fault(every: list[RankView]) -> str:
     """Return why shares have to stay even on all ranks.
 
-    `every` has the views of all ranks, or is empty if a rank is missing. The reason is a missing
-    rank, a fault of one rank, or a difference between ranks. The result is empty if nothing
-    prevents uneven shares.
+    `every` has the records of all ranks, or is empty if a rank is missing. The reason is a
+    missing rank, a fault of one rank, or a difference between ranks. The result is empty if
+    nothing prevents uneven shares.
     """
     if not every:
         return views.ALONE

@@ -27,7 +27,7 @@ from .views import OUTSIDE, find_fault
 
 
 class ProgramStrategy(PlanStrategy):
-    """A strategy by shares that replaces a program's DDPStrategy for one training run.
+    """A PlanStrategy that replaces a program's DDPStrategy for one training run.
 
     Both strategies have the same attributes (see `share_state`).
     """
@@ -98,7 +98,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on if all ranks can; otherwise report why not.
 
-    `fault` is why this rank can't, or empty.
+    `fault` is the reason why this rank can't; it is empty if this rank can.
     """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
@@ -130,10 +130,10 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Return a context in which a Trainer uses a strategy by shares.
+    """Enter a context in which a Trainer uses a ProgramStrategy; the context yields it.
 
-    The new strategy shares the attributes of `strategy`, the Trainer's own, and stays in use after
-    the context. If an error is raised in the context, the Trainer gets `strategy` back.
+    It shares the attributes of `strategy`, the Trainer's own, and stays in use after the context.
+    If an error is raised in the context, the Trainer gets `strategy` back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy

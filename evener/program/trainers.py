@@ -1,8 +1,8 @@
 """Make a Trainer of transformers, or of a subclass, train by shares.
 
-When the program calls `Trainer.train`, a trainer by shares with the same state trains in its place.
-For `evener run --balance`, the program runs until it would call `Trainer.train`, so that evener can
-measure that Trainer.
+When the program calls `Trainer.train`, a second Trainer trains in place of the program's Trainer.
+It has the same attributes, and divides batches by shares. For `evener run --balance`, the program
+runs until it would call `Trainer.train`, so that evener can measure that Trainer.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for accelerate's loops handle a Trainer, without a trainer by shares.
+    """True if a Trainer is left to the hooks for accelerate's loops, rather than replaced.
 
-    These hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader
-    creates its own batches.
+    These hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose
+    loader creates its own batches.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
@@ -72,9 +72,9 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create a trainer by shares that replaces `trainer`, or report why that is impossible.
+    """Create the Trainer that trains by shares in place of `trainer`, and store it in `_planned`.
 
-    The new trainer is stored in `_planned`.
+    If that is impossible, report why.
     """
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
@@ -191,8 +191,8 @@ _start = subprocess.Popen.__init__
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
     """Start a process, in place of `subprocess.Popen.__init__`.
 
-    Raises RequestError if the command `words` is another Python or torchrun, because that process
-    would train.
+    Raises RequestError if the command `words` starts Python or torchrun, because the program would
+    then train in that process instead of this one.
     """
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):

@@ -1,4 +1,4 @@
-"""A rank's view of a program's steps, and the messages that explain why shares stay even."""
+"""The ranks' records of a program's steps, and messages that explain why shares stay even."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's view of the program's steps.
+    """A rank's record of the program's steps, for comparison with the other ranks' records.
 
-    Shares may be uneven if the views of all ranks agree and report no fault.
+    Shares may be uneven if the records of all ranks agree and none of them has a fault.
     """
 
     fault: str = ""
@@ -145,10 +145,11 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Return why a step of an optimizer outside of any followed loop can't be done by shares.
+    """Return why an optimizer's step can't be done by shares, if no followed loop is running.
 
-    `models` are the wrapped models. `has_begun` is True if some loop over a DataLoader has begun.
-    The result is empty if the optimizer trains none of the wrapped models.
+    A followed loop is one that evener can divide by shares. `models` are the wrapped models.
+    `has_begun` is True if some loop over a DataLoader has begun. The result is empty if the
+    optimizer trains none of the wrapped models.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
