@@ -82,7 +82,10 @@ class Origins:
         return str(self._made.get(tensor, ""))
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """If a function's arguments come from exchanged values, record that its results do, too."""
+        """Return the most serious difference between the ranks' records, a key of DIFFERENCES.
+
+        The result is empty if the records agree.
+        """
         place = self.find((arguments, keywords)) if self.seen else ""
         if not place:
             return

@@ -343,7 +343,7 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self) -> None:
-        """Warn that averages over ranks are now averages over ranks with different numbers of rows.
+        """Warn that averages over ranks give each rank the same weight, although shares differ.
 
         This method is called for each collective of the program. It does nothing if the current
         batch is divided evenly or no model is training.

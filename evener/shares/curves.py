@@ -4,11 +4,11 @@ As a function of the number of rows, step time is a rising piecewise linear curv
 that is computed in several passes. As a function of length, the duration of a pass depends on its
 number of rows and its longest row.
 
-A share of b rows computed in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here,
-t(rows) is the duration of a whole step in one pass, and `extra` is the difference between what a
-further pass adds and such a step. `extra` is negative if a part of the step, such as the
-optimizer, isn't repeated. A share that fits in memory is computed in one pass. A larger share is
-computed in passes of up to `rows` rows.
+A share of b rows that is computed in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here,
+t(rows) is the duration of a whole step in one pass. A further pass takes `extra` seconds more
+than such a step; `extra` is negative if a part of the step, such as the optimizer, isn't
+repeated. A share that fits in memory is computed in one pass. A larger share is computed in
+passes of up to `rows` rows.
 
 This module has no side effects.
 """
@@ -27,9 +27,10 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A device's work per step over rows of unequal length, averaged over steps.
+    """The numbers of passes and tokens that a device computes per step, averaged over steps.
 
-    It is multiplied by the coefficients of a `Cost` to predict the duration of the step.
+    They are multiplied by the coefficients of a `Cost` to predict the step's duration
+    if rows differ in length.
     """
 
     tokens: Amount  # without padding
@@ -64,7 +65,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the predicted duration of all passes of a step with this work, in seconds."""
+        """Return the predicted duration of a step with this `work`, in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
@@ -175,7 +176,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if the first segment is level: its whole range of batches takes the same time."""
+        """True if the first segment is level, so that all batch sizes in it take the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
@@ -193,7 +194,7 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """True if the curve of a single pass is simple (see `Curve.simple`)."""
+        """True if the step-time curve of a single pass is simple, as defined by `Curve.simple`."""
         return self.curve.simple
 
     @property
@@ -205,7 +206,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         """Return the number of passes in which a share of this size is computed.
 
         It is 1 if the share fits in one pass. Otherwise it is the smallest number of passes
-        of up to `rows` rows. One pass fewer is used if its larger passes fit in memory
+        of up to `rows` rows, or one pass fewer if these larger passes fit in memory
         (`fits`) and are faster in total.
         """
         if share <= self.pass_limit:

@@ -3,11 +3,11 @@
 This module needs no framework. The global batch of a plan is cut exactly as planned. A shorter last
 batch is cut in the same proportions, inside the graph.
 
-Gradients are grouped for sums because of how TensorFlow schedules them. It queues a step's kernels
-long before its GPU computes them, and a gradient sum waits for all kernels that are queued when
-the sum starts. Sums run one after another. The first sum may overlap with the backward pass, but
-all later sums wait until the backward pass has finished. Therefore more than two sums per step
-would hide less of their time.
+Gradients are summed in two groups because of how TensorFlow schedules sums. It queues a step's
+kernels long before its GPU computes them, and a gradient sum waits for all kernels that are queued
+when the sum starts. Sums run one after another. The first sum may overlap with the backward pass,
+but all later sums wait until the backward pass has finished. Therefore a third sum would only add
+to the time after the backward pass.
 """
 
 from __future__ import annotations

@@ -365,9 +365,9 @@ def _best_count(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
-    Each device computes as many samples as it can. The number of devices, at least `fewest`, is
-    chosen for the highest throughput. Returns None if fewer devices can compute a quantum, or if
-    `fewest` devices exceed `limit` samples.
+    Each device computes as many samples as it can, and the number of devices, at least `fewest`, is
+    chosen for the highest throughput. Returns None if fewer than `fewest` devices can compute a
+    quantum, or if together they exceed `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))

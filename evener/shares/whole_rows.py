@@ -179,9 +179,9 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest global batch in these proportions that every device computes in one pass.
+    """Return the largest global batch that every device computes in one pass.
 
-    `shares` are the devices' proportions, and `micros` their maximum rows per pass.
+    The batch is divided in proportion to `shares`. `micros` are the devices' maximum rows per pass.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share

@@ -78,10 +78,10 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Return the path of the error file for a measurement that starts now and has no run folder.
+    """Return the path of the error file for a new measurement without a run folder.
 
-    The file that an earlier measurement left there is deleted. The measurement's child processes
-    write their errors to the new file.
+    The errors of an earlier measurement are deleted from this path first. The child processes of
+    the new measurement write their errors there.
     """
     path = error_file()
     path.unlink(missing_ok=True)

@@ -82,10 +82,11 @@ class CoreWatch:
     def read(self) -> Starvation:
         """Return how long the process was delayed by a lack of cores since the last reading.
 
-        Threads also wait for each other, and for an idle core to wake up. Therefore the CPU time
-        that they missed is limited in three ways. It is at most the CPU time that other programs,
-        the hypervisor and the quota took from these cores. The CPU time that the threads wanted is
-        at most the CPU time of all cores. While a core is idle, no thread counts as delayed.
+        Threads also wait for each other, and for an idle core to wake up. Such waiting doesn't
+        count, so the delay is limited in three ways. The CPU time that the threads missed is at
+        most the CPU time that other programs, the hypervisor and the quota took from these cores.
+        The CPU time that the threads wanted is at most the CPU time of all cores. While a core is
+        idle, no thread counts as delayed.
         """
         before = self._last
         last = self._sum_up()
@@ -249,11 +250,12 @@ def name_competitors(
     """Return the programs that used the most CPU time between two readings, for a message.
 
     An example is "python load.py (1.9 cores)". `before` and `after` are results of
-    `read_process_use`. The training process `own_root`, its descendants and its parent are left
-    out. Descendants of `own`, such as a data loader's workers, are listed as the training's own
-    worker processes. At most `most` programs are listed. The container's CPU limit follows if it
-    throttled this process (for `throttled_s` seconds), and the hypervisor if it took cores. The
-    result is empty if nothing is found, for example in a container that hides other processes.
+    `read_process_use`. The result names up to `most` programs, but not the training process
+    `own_root`, its descendants or its parent. Descendants of the process `own`, such as a data
+    loader's workers, are an exception: they are named as the training's own worker processes. The
+    container's CPU limit is added if it throttled this process (for `throttled_s` seconds), and the
+    hypervisor if it took cores. The result is empty if nothing is found, for example in a container
+    that hides other processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
 On one device, the program would leave out the whole batch or none of it. Audits don't detect the
-difference, because the loss is computed as usual in most steps. In a step that a rank leaves out,
-its loss is 0 and comes from other operations (such as `loss * 0`). Each rank records these steps,
-and the ranks compare their records through the store of their process group.
+difference, because the loss is computed as usual in most steps. A program leaves out a batch by
+computing another loss, which is 0 (such as `loss * 0`). Each rank records the steps with such a
+loss, and the ranks compare their records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether this rank leaves out a loss of the current step.
+        """Record whether this rank leaves out a loss of the current step, which is then 0.
 
         Call this method before the backward pass. `made_of` identifies the operations that computed
-        the loss. The loss's value is read only until the same operations have led to a loss other
-        than 0, because reading it waits for the device.
+        the loss. Reading a loss waits for the device. Therefore a loss is no longer read once the
+        same operations have computed one other than 0.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 

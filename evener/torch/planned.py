@@ -320,10 +320,10 @@ class PlannedTraining:
         For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
         part.batch[1]))`. Returns this rank's mean loss, which can be passed to `Split.mean`.
 
-        `compute(part)` returns the mean loss of part.batch, over rows or over the items that
-        `count(part)` counts. Gradients are all-reduced once. A pass that runs out of memory is
-        computed again in smaller passes. Every rank has to call this method for every batch.
-        `check=False` skips the audits.
+        `compute(part)` returns the mean loss of part.batch. It is a mean over rows or, if `count`
+        is passed, over `count(part)` items, such as tokens. Gradients are all-reduced once. A pass
+        that runs out of memory is computed again in smaller passes. Every rank has to call this
+        method for every batch. `check=False` skips the audits.
         """
         total = train_batch(self, batch, compute, count)
         if check:

@@ -139,7 +139,7 @@ def free_gathered(models: Iterable[Any]) -> None:
     """Free the weights that FSDP has gathered for forward passes without a backward pass.
 
     Both FSDP1 and FSDP2 keep the gathered weights of the outermost module until a backward pass
-    ends, and would still use them after an optimizer's step.
+    ends. Without one, they would use these outdated weights even after an optimizer's step.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return

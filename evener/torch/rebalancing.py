@@ -38,7 +38,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError, because rows that are assigned by length have no shares."""
+    """Raise RequestError: shares can't be rebalanced if rows are assigned to ranks by length."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -128,7 +128,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares and the plan's shares, which identify the plan."""
+        """Return the current shares, and the shares of the plan to recognize it by on resuming."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
@@ -175,8 +175,9 @@ class Rebalancing:
     def _rows_that_fit(self) -> int:
         """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown.
 
-        A loop that computes a batch at once can't repeat a pass in smaller passes after memory ran
-        out. More memory is left free for such a loop, and if rows have different lengths.
+        More memory is left free if running out of it is more likely or can't be recovered from: if
+        rows have different lengths, or if the loop computes a batch at once, so that a pass can't
+        be repeated in smaller passes.
         """
         training = self._training
         rank, shares = training.rank, training.ranks
@@ -187,9 +188,10 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the largest pass, in rows, that fits along with the gradients of earlier passes.
+        """Return the most rows of a pass that fit in memory along with earlier passes' gradients.
 
-        The result is 0 if it is unknown, or if this rank's share can't be divided into more passes.
+        The result is 0 if the number is unknown, or if this rank's share can't be
+        divided into more passes.
         """
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
@@ -200,7 +202,7 @@ class Rebalancing:
 
     @property
     def _divides(self) -> bool:
-        """True if shares may be divided into as many passes as necessary."""
+        """True if a share may be divided into any number of passes."""
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:

@@ -123,7 +123,7 @@ def is_foreign(module: str) -> bool:
 def list_names(code: CodeType) -> set[str]:
     """Return the names that a function's code, and functions nested in it, may look up globally.
 
-    Names of attributes are included, because a code object lists both kinds together.
+    Names of attributes are included, because Python stores them in the same list.
     """
     found = set(code.co_names)
     for each in code.co_consts:

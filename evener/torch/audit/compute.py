@@ -38,13 +38,13 @@ MOVE = 0.01  # standard deviation of the noise added to weights that are all equ
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One pass of a computation; the gradients of all its pieces are added.
+    """One pass of a computation, which may consist of several; their gradients are added.
 
-    `loss` returns the loss of the pass, and `weight` is the factor of its gradient in the sum.
-    If `scale` isn't None, the loss is multiplied by `scale` before the backward pass, and the
-    resulting gradients by `weight / scale` after it, as in a training run that weights
-    gradients rather than losses. If `scale` is None, the loss is multiplied by `weight` before
-    the backward pass.
+    `loss` returns the loss of the pass, and `weight` is the factor of its gradient in the
+    sum. If `scale` isn't None, the loss is multiplied by `scale` before the backward pass,
+    and the resulting gradients by `weight / scale` after it, as in a training run that
+    weights gradients rather than losses. If `scale` is None, the loss is multiplied by
+    `weight` before the backward pass.
     """
 
     loss: Callable[[], Any]
@@ -58,13 +58,13 @@ class GradientSketcher:
     A sketch has a few random sums of each gradient (sketch.py), which suffice to compare gradients.
     All methods are called inside the context `open`.
 
-    `holders` are objects that change when a loss is computed, such as a trainer; their attributes
-    in `apart`, such as data loaders, aren't restored. `function` is a function of the program that
-    the losses call. `around` are contexts that suppress the side effects of a training step, such
-    as the all-reduce of gradients. `losses_only` is True if gradients can't be computed, for
-    example because they are sharded; sketches then contain only the loss. `measures` is True if an
-    audit always measures how much rounding changes the gradient. `known` holds what earlier audits
-    learned about these passes, and is updated; None means that no other audit shares it.
+    `holders` are objects that change when a loss is computed, such as a trainer. They are restored,
+    except for their attributes in `apart`, such as data loaders. `function` is a function of the
+    program that the losses call. `around` are contexts that suppress the side effects of a training
+    step, such as the all-reduce of gradients. `losses_only` is True if gradients can't be computed,
+    for example because they are sharded; sketches then contain only the loss. `measures` is True if
+    audits always measure how much rounding changes the gradient. `known` holds what earlier audits
+    learned about these passes, and is updated; if it is None, nothing is known.
 
     `changed` has the names of buffers that a pass changes. `draws` is the number of PyTorch's
     random draws that affect the result. `drawn` has digests of the states of Python's and NumPy's
@@ -136,9 +136,9 @@ class GradientSketcher:
     ) -> Sketch:
         """Run the pieces of a computation, and return a sketch of the sum of their gradients.
 
-        If `disturbance` isn't 0, it is the seed of random errors that change the gradient by as
-        much as rounding might. Each piece begins with random numbers from `seed`. Errors in the
-        program's own code propagate.
+        If `disturbance` isn't 0, random errors are added that change the gradient about as much as
+        rounding may, and `disturbance` is their seed. The random numbers of each piece are
+        determined by `seed`. Errors in the program's own code propagate.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
@@ -166,10 +166,10 @@ class GradientSketcher:
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
         """Return the summed gradients of a computation, without intercepting each operation.
 
-        Return None if a pass draws random numbers, because only intercepted operations give a row
-        the same numbers in any batch. `read` converts the sums to a sketch, and waits for the GPU.
-        If nothing is known about the passes yet, the first piece is intercepted, as in `sketch`, to
-        find out whether it draws random numbers.
+        Return None if a pass draws random numbers. A row must get the same random numbers in any
+        batch, and this is only possible if each operation is intercepted. `read` converts the sums
+        to a sketch, and waits for the GPU. If nothing is known about the passes yet, the first
+        piece is intercepted, as in `sketch`, to find out whether it draws random numbers.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in computation:

@@ -30,7 +30,8 @@ def unfold(data: Any) -> Any:
 def _unfold(data: Any, seen: set[int]) -> Any:
     """Return the tensors in nested data, as nested dicts and lists; None if there are none.
 
-    `seen` has the ids of the objects around this data, which may refer to each other.
+    `seen` has the ids of the objects that contain `data`. They are skipped if they occur in `data`
+    again, because objects may refer to each other in a circle.
     """
     if isinstance(data, torch.Tensor):
         return data
@@ -61,11 +62,12 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return a copy of `fresh` that can replace `recorded` in a recorded call.
+    """Return a copy of `fresh` that replaces `recorded` when a recorded call is repeated.
 
-    `recorded` is an object from the recorded batch, and `fresh` an object of the same class from
-    the batch of a replay. A tensor in the copy is the replacement that `known` has for the id of
-    its counterpart in `recorded`, if any. All other values are those of `fresh`.
+    `recorded` is an object of the recorded batch, such as a graph, and `fresh` an object of the
+    same class from the batch of the replay. `known` maps ids of recorded tensors to their
+    replacements. If a tensor in `recorded` has a replacement, the copy gets it in the same place.
+    All other values are those of `fresh`.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -41,11 +41,11 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """A context in which random operations return the same numbers for every row.
 
-    `seed` determines these numbers. `draws` is the number of random operations in a pass, and
-    `random` the number of those whose results are random; dropout's aren't, because it keeps all
-    values here. `kinds` has the dtypes of computed tensors with more than one value. If
-    `disturbance` isn't 0, it is the seed of errors that are added to sums of many terms, as large
-    as another order of the terms might cause.
+    `seed` determines these numbers. `draws` is the number of random operations in a pass. `random`
+    is the number of those whose results are in fact random: dropout isn't counted, because in this
+    context it keeps all values. `kinds` has the dtypes of computed tensors with more than one
+    value. If `disturbance` isn't 0, errors are added to sums of many terms, as large as those from
+    adding the terms in another order, and `disturbance` is their seed.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -181,10 +181,10 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    """Call a random operation so that every row gets the same values.
+    """Call a random operation so that every row gets the same values, determined by `seed`.
 
-    `seed` determines the values. Return the result, and whether it is random. It isn't for dropout,
-    which keeps all values, and for permutations, which move each entry by one place.
+    Return the result, and whether it is random. Two results aren't random: dropout keeps all
+    values, and a permutation moves each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -204,13 +204,17 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 
 
 def _draw_nothing(draw: _Draw) -> Any:
-    """Return the result of a draw that is replaced by a constant, or None for other draws.
+    """Return the fixed result of a random operation that an audit replaces, or None.
 
-    Permutations move each entry to the place before it, so that rows that are mixed with others of
-    their batch, as by mixup, have other partners in a part. Dropout keeps all values. Layers that
-    drop values with probability p by a mask from bernoulli_(1 - p) divide the other values by
-    1 - p. A mask filled with 1 - p cancels that division, so the result is the same as without
-    dropout.
+    - A permutation moves each entry to the place before it. If rows are mixed with others of their
+      batch, as by mixup, a row then has other partners in a part than in the whole batch, and the
+      audit finds the difference.
+    - Dropout keeps all values.
+    - A mask from bernoulli_(1 - p) is filled with 1 - p. Layers that drop values with probability p
+      by such a mask divide the other values by 1 - p. The mask cancels this division, so the result
+      is the same as without dropout.
+
+    Return None for any other operation.
     """
     arguments = draw.arguments
     if draw.name == "randperm":
@@ -236,7 +240,10 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor with equal rows whose size is an argument; return None for other operations."""
+    """Draw a tensor of the size in the operation's arguments, with equal rows.
+
+    Return None for an operation without such an argument.
+    """
     names = draw.names()
     if "size" not in names:
         return None
@@ -318,9 +325,10 @@ def _one_row(draw: _Draw) -> Any:
 
 
 def _one_line(like: Any) -> Any:
-    """Return an uninitialized tensor in which the values that all rows of `like` share are drawn.
+    """Return an uninitialized tensor for the random values that all rows of `like` share.
 
-    If `like` has at least two axes, its length is the `_stable_length` of the last axis, else 1.
+    If `like` has at least two axes, the tensor has the `_stable_length` of the last axis,
+    otherwise a single value.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -334,8 +342,8 @@ def _shorten(line: Any, like: Any) -> Any:
 def _stable_length(length: int) -> int:
     """Return the number of values to draw for a row of `length` values: at least LONGEST.
 
-    The number is the same for all lengths up to LONGEST, so shorter and longer rows start with
-    the same values.
+    PyTorch's random values depend on how many are drawn. Up to LONGEST, the number is the same for
+    all lengths, so that rows of different lengths start with the same values.
     """
     return max(LONGEST, length)
 

@@ -48,9 +48,10 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """The batch's number of rows, times `each`, that the program read from a tensor's size.
+    """A number that the program read from a tensor's size: the batch's rows times `each`.
 
-    A replay with other rows replaces it with their number, times `each`.
+    If the calls are repeated with other rows, it is replaced by the number of
+    these rows times `each`.
     """
 
     each = 1
@@ -80,9 +81,10 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `autocast` is the device and dtype of the active autocast, or None. `draw` is the state before
-    the call of the program's own generator that the call drew from, or None. `place` is the
-    program's file and line that made the call; it is only recorded for arithmetic.
+    `autocast` is the device and dtype of the active autocast, or None. `place` is the program's
+    file and line that made the call; it is only recorded for arithmetic. If the call drew from a
+    random number generator that the program passed to it, `draw` is the generator's state before
+    the call, otherwise None.
     """
 
     function: Callable[..., Any]
@@ -99,10 +101,10 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    Only those `models` that are in training mode are recorded, each as a single call. `after` is
-    called after each backward pass, with this recorder and the loss that the backward pass started
-    from. `rows` is the batch's number of rows; if it is 0, the length of the batch's first tensor
-    is used.
+    Each call of a model in `models` is recorded as a single call, but only if the model is in
+    training mode. `after` is called after each backward pass, with this recorder and the loss that
+    the backward pass started from. `rows` is the batch's number of rows; if it is 0, the length of
+    the batch's first tensor is used.
     """
 
     def __init__(
@@ -267,10 +269,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that a call of `function` combines with weights or gradients.
+        """Record the numbers in a call of `function` whose other operands are weights or gradients.
 
-        An example is the decay rate of a moving average of the weights. `given` has
-        the call's arguments.
+        An example is the decay rate in a moving average of the weights. `given` has the call's
+        arguments. Nothing is recorded unless `function` is arithmetic.
         """
         if not is_arithmetic(function):
             return
@@ -387,7 +389,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call combines with a model's results.
+        """Return the numbers in a call that affect a value computed from a model's results.
 
         They are the factors, divisors and summands of arithmetic, and summaries of small tensors
         that were created before the batch, such as task weights. Return an empty list if the call
@@ -488,9 +490,10 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a number in the loss is a multiple of its number of rows, or the inverse of one.
+        """True if a number in the loss may be a count of its rows.
 
-        The program may have computed such a number with len().
+        Such a number is a multiple of the number of rows, or the inverse of a multiple. The program
+        may have computed it with len().
         """
         return any(
             _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
@@ -609,13 +612,14 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat the recorded calls in `entries` with `rows` other rows; return one computed tensor.
+    """Repeat the recorded calls with other rows, and return one of the tensors they compute.
 
-    `known` maps the id of each recorded tensor to its replacement, and receives the results of
-    the calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
-    converts the numbers among the arguments. `fresh` maps the class of an object in the
-    recorded batch to its replacement, or to None if there is none. The program's own generators
-    keep their states.
+    `entries` are the recorded calls, and `rows` is the number of the other rows. `known` maps
+    the id of each recorded tensor to its replacement; the results of the calls are added to it.
+    `wanted` is the id of the recorded tensor whose replacement is returned. `number` converts
+    the numbers among the arguments. `fresh` maps the class of an object in the recorded batch
+    to its replacement, or to None if there is none. Random number generators that the program
+    passes to calls keep their states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]

@@ -28,9 +28,10 @@ class Replayed(msgspec.Struct, frozen=True):
     """The result of an attempt to audit a recorded loss.
 
     `audited` is None if the loss can't be audited, and `fault` is the reason, as a part of a
-    message. `cut` is True if the calls can't be repeated with the rows that were tried first, but
-    with rows that are padded to other lengths. `certain` is True if no number in the record can be
-    an unrecognized count of its rows. `closed` is True if the record uses only rows of its batch.
+    message. `cut` is True if the calls couldn't be repeated with the rows that were tried first,
+    and the rows that were used instead are padded to other lengths. `certain` is False if a number
+    in the record may be a count of its rows that wasn't recognized. `closed` is True if the record
+    uses only rows of its batch.
     """
 
     audited: Audited | None
@@ -48,14 +49,14 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first element of `rows` for which the loss can be computed.
+    """Audit a loss with the first selection in `rows` for which the loss can be computed.
 
-    The elements of `rows` are alternative selections of rows, such as with and without padding.
-    Some numbers in the record may be counts of its rows. The interpretations in `counts` are
-    tried in turn until an audit finds no difference. `sketcher` creates a GradientSketcher for
-    each audit, and `computations` returns the reference computation of rows and the training
-    run's. `moves` is passed to `GradientSketcher.open`. Raises RequestError if the loss
-    synchronizes with other ranks.
+    The selections are alternatives, such as rows with and without padding. Some numbers in the
+    record may be counts of its rows. `counts` are the possible interpretations of these numbers
+    (see `LossRecord.compute`); they are tried in turn until an audit finds no difference.
+    `sketcher` creates a GradientSketcher for each audit. `computations` returns the two
+    computations that are compared: the reference and the training run's. `moves` is passed to
+    `GradientSketcher.open`. Raises RequestError if the loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
@@ -79,10 +80,11 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a record with the same rows under different interpretations of its numbers.
+    """Audits a recorded loss with the same rows, but different interpretations of its numbers.
 
-    `found` is the first audit that succeeded, or a later one that found no difference. If `found`
-    is None, `fault` is the reason. `certain` has the same meaning as in Replayed.
+    An interpretation says which numbers are counts of rows. `found` is the first audit that
+    succeeded, or a later one that found no difference. If `found` is None, `fault` is the reason.
+    `certain` has the same meaning as in Replayed.
     """
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
@@ -101,8 +103,8 @@ class _Interpretations:
     ) -> None:
         """Audit the record with one interpretation of its numbers, and save the result in `found`.
 
-        `count` is the interpretation, an element of EVERY_COUNT. The other parameters are
-        those of `audit_record`.
+        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. The other parameters
+        are those of `audit_record`.
         """
         try:
             found = audit(
@@ -127,7 +129,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last row doesn't affect the loss, so that the record computes too few rows.
+    """True if the last row doesn't affect the loss, so the recorded calls don't cover all rows.
 
     To test this, the last row is replaced with a copy of the first row.
     """
@@ -148,7 +150,8 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
     """True if the audited rows, `used`, are padded to other lengths than the rows tried first.
 
-    The lengths are compared by the shapes of the parts' tensors, without the axis of rows.
+    To compare the lengths, the shapes of the tensors in both selections are compared,
+    without their first axis.
     """
     if first is used:
         return False

@@ -165,9 +165,10 @@ def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int)
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
     """Return the indices of up to `most` rows, chosen to differ in their `signs`.
 
-    `signs` has numbers for each row, such as its class and length. If each of these numbers varies
-    among the first `most` rows, these rows are chosen, else rows from all of `signs`. The indices
-    are sorted by the signs, so that parts of these rows differ too.
+    `signs` has for each row the numbers that distinguish it, such as its class and length. If all
+    of these numbers vary among the first `most` rows, these rows are chosen. Otherwise rows are
+    chosen from all of `signs`. The indices are sorted by the signs, so that the first and the
+    second part of these rows differ too.
     """
     first = signs[:most]
     differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))

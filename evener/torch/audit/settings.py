@@ -48,8 +48,8 @@ class LossSettings:
         """True if a setting has changed after being the same for STILL checks.
 
         Settings are read from `models`, the modules whose classes the program defines; `function`,
-        which computes the loss; `code`, the program's code with its module's variables; and
-        `holders`, other objects whose attributes are settings.
+        which computes the loss; `code`, a code object of the program with the variables of its
+        module; and `holders`, other objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -87,8 +87,8 @@ class _Known:
     def note(self, found: Mapping[Key, Any], check: int) -> bool:
         """Compare settings with their values at the last check, and save the new values.
 
-        `found` has the values now, and `check` is the number of this check. Return True if a
-        setting has changed that had the same value in at least STILL checks before.
+        `found` has the current values, and `check` is the number of this check. Return True if a
+        setting has changed after having the same value in at least STILL checks.
         """
         changed = False
         before, self._values = self._values, {}

@@ -5,9 +5,10 @@ gradients. So the step's own gradients stay unchanged, and no all-reduce is trig
 little memory, a hook on each tensor computes the sums as soon as the tensor's gradient is computed,
 and returns an expanded zero in place of the gradient, so that its memory is freed.
 
-To compute the sums (the projection of a gradient), a gradient is arranged as a matrix whose rows
-are called lines. Small gradients wait until several can be projected together, because a GPU
-computes the sums of many small gradients in the time that it takes to launch the kernels for one.
+A gradient is arranged as a matrix, whose rows are called lines here, and multiplied by random
+signs; this is called projecting it. Small gradients wait until several can be projected
+together, because a GPU computes the sums of many small gradients in the time that it takes to
+launch the kernels for one.
 """
 
 from __future__ import annotations
@@ -313,8 +314,8 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
     """Return the name of the dtype whose precision limits a gradient.
 
-    It is the dtype `kind` of the gradient's tensor, or a coarser one among `computed`. For a
-    float64 tensor and computation in float32, it is MIXED.
+    It is the gradient's own dtype `kind`, or a coarser one among `computed`, the dtypes that the
+    loss was computed in. For a float64 gradient and computation in float32, it is MIXED.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:

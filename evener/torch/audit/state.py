@@ -29,9 +29,9 @@ _EMPTY = ()  # restores a container that was empty
 class _Items(msgspec.Struct, frozen=True, eq=False):
     """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
-    `inner` has the items that can change in place, each with the data that restore it. `empty` has
-    the containers among the items that were empty. They are listed separately to save time, because
-    most containers of a module are empty.
+    `inner` has the items that can change in place, each with the data that restore it.
+    `empty` has the items that were empty containers. Restoring these is faster, and most
+    containers of a module are empty.
     """
 
     keys: list[Any] | None
@@ -59,9 +59,9 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
     Attributes are, for example, counters, lists of values, buffers and metrics; they are restored
     in place. Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters
-    are copied, because a model may update them itself, as a momentum encoder's; but not if most
-    weights are frozen, because the copy would be too large. The returned function may be called
-    several times.
+    are copied, because a model may update them itself, such as those of a momentum encoder. They
+    aren't copied if most weights are frozen, because the copy would be too large. The returned
+    function may be called several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
@@ -131,9 +131,9 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
     """Return the data that `restore_value` needs to restore a value in place.
 
-    Return None for a value that isn't copied, such as a number, an object that is already in
-    `memo`, or a tensor of more than `most_bytes`. `memo` has the ids of objects that are copied
-    already or to be skipped; this function adds to it.
+    Return None for a value that isn't copied: a number, an object whose id is in `memo`, or a
+    tensor of more than `most_bytes`, for example. `memo` has the ids of objects that are already
+    copied or must be skipped; this function adds the ids of the objects that it copies.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None

@@ -1,7 +1,7 @@
-"""The audit of one step: compute the gradient of a few rows twice, and find why the results differ.
+"""The audit of one step: compute the gradient of a few rows twice, and explain a difference.
 
-The reference gradient is computed as one device computes the rows, and the other gradient as in
-the training run.
+The reference gradient is computed from all rows at once, as on a single device. The other gradient
+is computed as the training run computes it, from its parts of the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """A changed pair of computations in which one possible cause of differences is removed.
+    """Two computations that would agree if a certain cause explained the difference in an audit.
 
     `trained` is the training run's computation without that cause. `reference` is the reference
     computation without it, or None if the reference needs no change.
@@ -51,9 +51,9 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 class Computations(msgspec.Struct, frozen=True, eq=False):
     """The computations of a few rows that an audit compares.
 
-    `reference` is the correct one, and `trained` is the training run's. `changes` has an
-    AuditChange for each possible cause of a difference, by the cause's name: if the changed
-    computations agree, that is the cause.
+    `reference` is the correct one, and `trained` is the training run's. `changes` maps the name of
+    each possible cause of a difference to an AuditChange, which has both computations without that
+    cause. If these agree, it is the cause.
     """
 
     reference: Computation
@@ -69,12 +69,12 @@ class Audited(msgspec.Struct, frozen=True):
 
     `difference` is the difference between the two gradients, and `cause` names its likeliest cause;
     without a difference, they are None and "". `fault` is the reason why the audit is inconclusive,
-    as a part of a message, or "". The audit is also inconclusive if `finite` is False, because the
-    reference gradient isn't finite. `rows` is a digest of the rows, and `sizes` has the number of
-    rows in each part. `sketch` is the sketch of the reference, and `changed` has the names of
-    buffers that a pass changes. `noises` has the differences that rounding causes, by tensor, or is
-    None if they weren't measured. `explained` is True if there was a difference, but only from
-    random numbers that depend on the length to which rows are padded.
+    as a part of a message, or "". The audit is also inconclusive if `finite` is False, which means
+    that the reference gradient has infinities or NaN. `rows` is a digest of the rows, and `sizes`
+    has the number of rows in each part. `sketch` is the sketch of the reference, and `changed` has
+    the names of buffers that a pass changes. `noises` has the differences that rounding causes, by
+    tensor, or is None if they weren't measured. `explained` is True if the only difference came
+    from random numbers that depend on the length to which rows are padded.
     """
 
     difference: GradientDifference | None
@@ -136,8 +136,8 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 class _Comparison:
     """Compares the gradients of two computations.
 
-    It is used inside the context of `GradientSketcher.open`, because it computes both gradients
-    when it is created, and further ones to explain a difference.
+    It computes both gradients when it is created, and more gradients to explain a difference.
+    Therefore it is used inside the context of `GradientSketcher.open`.
     """
 
     def __init__(self, sketcher: GradientSketcher, computations: Computations) -> None:

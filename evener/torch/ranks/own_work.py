@@ -167,8 +167,9 @@ class TimedStep(NamedTuple):
 class _CpuTimes:
     """The CPU times of one batch, in seconds; times are NaN until they are known.
 
-    `clock` is the timer's clock. `idle_s` is the result of `_idle_seconds` from when the thread
-    requested the batch. The times represent `stands_for` batches.
+    They are measured only for some batches, and `stands_for` is the number of timed batches that
+    they represent. `clock` is the timer's clock. `idle_s` is this thread's idle time (see
+    `_idle_seconds`) at the time when it requested the batch.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -210,9 +211,9 @@ class _MarkedStep(NamedTuple):
 
 
 class _Untimed(msgspec.Struct):
-    """The batches since the last timed batch, whose parts weren't timed.
+    """The batches since the last timed batch, whose phases weren't timed.
 
-    Only their time for files and validation is measured, by the host.
+    Only the time for files and validation is measured in them, by the host.
     """
 
     batches: int = 0
@@ -236,15 +237,15 @@ class StepTimer:
 
     `clock` is a HostClock or a GpuClock, and `single_rank` is True if no other rank trains.
 
-    A batch without gradients, such as the first of two accumulated batches, isn't counted as a
-    step, but the sums include its time. If steps are short, only some batches are timed, and
-    represent the others in the sums. Time for files and validation is measured in all batches, by
-    the host.
+    A batch without gradients, such as the first of two accumulated batches, isn't counted
+    as a step, but the sums include its time. If steps are short, only some batches are
+    timed, and represent the others in the sums. Time for files and validation is measured
+    in all batches, by the host.
 
-    A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
-    (`_doing`). Little of this code stays in the CPU's cache between two steps of a real model, so
-    the amount of code that runs matters. Therefore methods first handle batches that aren't timed,
-    and return.
+    A timed batch has marks (`_marks`). For any other batch, only the current phase is
+    stored (`_doing`). Methods handle such a batch first and then return, so that little
+    code runs: the step of a real model displaces most of this code from the CPU's cache, so
+    even few lines take time.
     """
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
@@ -456,8 +457,8 @@ class StepTimer:
     def note_validation(self) -> None:
         """Record that a validation batch begins.
 
-        A validation lasts until its last batch begins. Nothing happens while a training step
-        computes.
+        The time of a validation is measured from its first batch until its last batch begins. This
+        method does nothing while a training step computes.
         """
         if self._doing is not None:
             self._note_untimed_validation()
@@ -478,7 +479,8 @@ class StepTimer:
     def _note_untimed_validation(self) -> None:
         """Record that a validation batch begins, after a training batch that isn't timed.
 
-        A validation lasts until its last batch begins, or until its end if it has only one batch.
+        The time of a validation is measured until its last batch begins, or until the validation
+        ends if it has only one batch.
         """
         if self._doing not in (BETWEEN, VALIDATION):
             return
@@ -592,7 +594,7 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a batch that ended at `done`; `counts` is False without gradients."""
+        """Save the marks of a batch that ended at `done`; `counts` is True if it had gradients."""
         step = _MarkedStep(
             self.sizes,
             self._asked,
@@ -823,11 +825,11 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's times in the four parts that the monitor shows, in seconds.
+    """Return a step's times as the monitor shows them, in seconds.
 
-    The parts are waiting for the batch, compute time (own work), waiting for other ranks, and the
+    They are four: waiting for the batch, compute time (own work), waiting for other ranks, and the
     time between steps. `sums` has the step's times in the order of the fields of StepSums. If ranks
-    wait for each other within a pass, waiting is part of the compute time.
+    wait for each other within a pass, waiting is included in the compute time.
     """
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
@@ -931,7 +933,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Add lines of other ranks about passes that ran out of memory to the journal."""
+        """Add other ranks' messages about passes that ran out of memory to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # the group's store no longer exists
@@ -1016,11 +1018,12 @@ def _note_updated(*_: Any) -> None:
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Notify all timers that an optimizer's step begins.
+    """Notify all timers that an optimizer begins to update the weights.
 
     PyTorch calls this hook before each step; the first element of `arguments` is the optimizer. If
-    the step has a closure, as in Lightning, return arguments with a closure that notifies the
-    timers once the gradients are computed. Otherwise return None, which changes nothing.
+    the step has a closure that computes the gradients, as in Lightning, return arguments with
+    another closure, which notifies the timers after that. Otherwise notify them now and return
+    None, so that PyTorch keeps the arguments.
     """
     closure = None
     if keywords or len(arguments) > 1:

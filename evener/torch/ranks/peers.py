@@ -222,8 +222,7 @@ class PeerWatcher:
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank still waits for an exited rank after WAIT_SECONDS.
 
-        `leaves` is True if this rank is leaving a process group, for which NCCL waits for all
-        ranks.
+        `leaves` is True if this rank is leaving its process group. NCCL then waits for all ranks.
         """
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
@@ -295,11 +294,11 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """If an error ends the program, print advice or the rank at fault below it, at exit.
+    """Print an explanation at exit, below the traceback, if an error ends the program.
 
-    `advise` returns advice about an error, or "" if it has none. It is a method of the newest
-    training run, and is called only if its object still exists. At exit, the process also leaves
-    its process group if `watch_peers` was called.
+    It is the advice that `advise` returns about the error, if any, or it names the rank at fault.
+    `advise` is a method of the newest training run, and is called only if its object still exists.
+    At exit, the process also leaves its process group if `watch_peers` was called.
     """
     _ExitActions.advise = advise
     _register_exit()

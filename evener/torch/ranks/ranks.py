@@ -135,8 +135,8 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
     A GPU becomes the current device. A process for a CPU slice is pinned to the slice's cores, with
     one thread per core, unless evener launch has already done so. `share` is this process's share
-    in the plan; None without a plan. `trainings` is the number of packed training runs that share
-    the cores.
+    in the plan; None without a plan. `trainings` is the number of training runs that run on the
+    same device at once and share the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

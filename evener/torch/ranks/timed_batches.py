@@ -46,17 +46,18 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this method for increasing numbers, including every number that `find_next` returns.
+        Call this method with increasing numbers. Numbers may be skipped, but not those
+        that `find_next` returns.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
         return self._is_chosen(number)
 
     def find_next(self, number: int) -> int:
-        """Return the next number after this one for which `is_timed` has to be called.
+        """Return the next batch number for which `is_timed` has to be called.
 
-        The batch of that number is timed with the current stride, or begins a block with a new
-        stride.
+        It is the number of the next timed batch, or of the first batch in the next block, because
+        the stride may change there.
         """
         for following in range(number + 1, number + BLOCK_BATCHES):
             if following % BLOCK_BATCHES == 0 or self._is_chosen(following):

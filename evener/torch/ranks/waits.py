@@ -18,10 +18,11 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Exclude waiting for collectives within passes from a StepTimer's compute time from now on.
+    """From now on, exclude waiting for collectives within passes from a timer's compute time.
 
-    On a CPU, the host waits for collectives. On a GPU, the host doesn't wait, and the excluded time
-    is the time in which a stream waits for another stream, which communicates.
+    `timer` is a StepTimer. On a CPU, the host waits for collectives. On a GPU, the host
+    doesn't wait; there, the excluded time is the time in which a stream waits for another
+    stream, which communicates.
     """
     _timers.add(timer)
     _watch(dist.Work, "wait")
