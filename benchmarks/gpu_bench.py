@@ -204,8 +204,12 @@ def _headline(answer: Any) -> str:
 def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
     """Run an MPS daemon in its own folder; yield the environment variables for its clients.
 
-    The daemon is always stopped at the end.
+    The daemon is always stopped at the end. If this process is a client of a daemon already, none
+    is started, because a GPU has one daemon at a time.
     """
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}
+        return
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),

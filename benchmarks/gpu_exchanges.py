@@ -15,9 +15,11 @@ TESTS = (  # tests on two GPUs, grouped by what may run together: the last group
         "tests/evener/test_torch_exact.py",
         "tests/evener/test_torch_rebalance.py",
         "tests/evener/test_torch_oom.py",
+        "tests/evener/test_torch_shards.py",
     ),
-    ("tests/evener/test_huggingface.py",),
-    ("tests/evener/test_torch_own_work.py", "tests/evener/test_lightning.py"),
+    ("tests/evener/test_huggingface.py", "tests/evener/test_lightning.py"),
+    ("tests/evener/test_torch_peers.py",),
+    ("tests/evener/test_torch_own_work.py",),
 )
 ORDER = ("--models", "4", "2", "5", "0", "1", "3")  # models of benchmarks.gpu_steps
 SHORT = {  # cases of benchmarks.gpu_oom

@@ -236,7 +236,7 @@ class Bench:
         }
         own = {name: str(place) for name, place in places.items()}
         own |= {
-            "SLOWED": f"{job.percent} {self._options.kind}",
+            "SLOWED": f"100,{job.percent} {self._options.kind}",
             "CORES": self._cores if job.way == "own" else "",
         }
         with (folder / "log.txt").open("w") as output:

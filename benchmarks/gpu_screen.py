@@ -1,7 +1,7 @@
 """Draw the app on a pseudo-terminal with real GPUs, and keep its ANSI output after each key.
 
-`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of the training
-runs on this machine.
+`python -m benchmarks.gpu_screen FOLDER --devices gpu` draws the Monitor and the Trainings screen,
+beside what computes on this machine, as FOLDER/gpu-monitor.svg and FOLDER/gpu-trainings.svg.
 """
 
 from __future__ import annotations
@@ -40,31 +40,36 @@ def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> 
     return {"devices": devices, "exit_code": code, "bytes": screen.written_bytes}
 
 
-async def draw_trainings(devices: str, seconds: float) -> str:
-    """Return the Trainings screen as SVG after reading for some seconds."""
+async def draw_screens(devices: str, seconds: float) -> dict[str, str]:
+    """Return the Monitor and the Trainings screen as SVG, after reading for some seconds."""
     from evener.devices.sampler import open_sampler
     from evener.tui.app import EvenerApp
 
     publisher, trainable = open_sampler(devices)
     publisher.start()
     app = EvenerApp(publisher, devices=devices, trainable=trainable)
-    async with app.run_test(size=(140, 30)) as pilot:
-        await pilot.press("4")
-        await asyncio.sleep(seconds)
-        await pilot.pause()
-        drawn: str = app.export_screenshot(title="evener")
+    drawn = {}
+    async with app.run_test(size=(120, 40)) as pilot:
+        for key, name, wait in (("1", "monitor", seconds), ("4", "trainings", 4.0)):
+            await pilot.press(key)
+            await asyncio.sleep(wait)
+            app.clear_notifications()
+            await pilot.pause()
+            drawn[name] = app.export_screenshot(title="evener")
     app.close_threads()
     return drawn
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[-1])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--devices", default="gpu")
     parser.add_argument("--seconds", type=float, default=25.0, help="to watch before")
     given = parser.parse_args()
-    given.file.write_text(asyncio.run(draw_trainings(given.devices, given.seconds)))
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name, drawn in asyncio.run(draw_screens(given.devices, given.seconds)).items():
+        (given.folder / f"gpu-{name}.svg").write_text(drawn)
 
 
 if __name__ == "__main__":

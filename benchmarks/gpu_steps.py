@@ -54,17 +54,17 @@ WARM_UP, PROFILED = 8, 4  # steps: after a variant is built, and in a profile
 class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
     """A small decoder-only model."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, words: int = WORDS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, width)
+        self.words = nn.Embedding(words, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, max(1, width // 64), 4 * width, 0.0, "gelu", batch_first=True
             )
             for _ in range(layers)
         )
-        self.last = nn.Linear(width, WORDS)
+        self.last = nn.Linear(width, words)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(

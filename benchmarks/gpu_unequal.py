@@ -2,13 +2,16 @@
 
   python -m benchmarks.gpu_unequal --out FOLDER
 
-MPS limits four GPUs of one host to 100, 60, 40 and 25 % (`--parts`). They train a DDP loop with a
-decoder of 34 million parameters, and a transformers.Trainer with a Llama of 106 million, in TF32:
-each under torchrun, under `evener run`, and under `evener run --plan` with shares that follow from
-each device's compute time (own work). Then three programs run on equal GPUs for 1,000 steps, in
-which shares must not change: the loop, a host-bound model and an input-bound one. Each result is
-printed at once and kept in FOLDER/gpu_unequal.json; cases that don't start within `--seconds` are
-skipped. `--kind cpu` tries it with tiny sizes on CPU slices (`--parts 100,50`).
+MPS limits four GPUs of one host to 100, 60, 40 and 25 % (`--parts`). They train in TF32: a DDP loop
+with a decoder of 34 million parameters; a Llama of 106 million by transformers.Trainer, by
+accelerate, by Lightning, and by TRL's SFTTrainer with LoRA. Each program runs under `evener run`,
+under torchrun, and under `evener run --plan` with shares that follow from each device's compute
+time (own work). Then three programs run on equal GPUs for 1,000 steps, in which shares must not
+change: the loop, a host-bound model and an input-bound one. `watched` is the loop once more, long
+enough to look at; it runs only if `--cases` names it. The next program imports its libraries while
+one trains. Each result is printed at once and kept in FOLDER/gpu_unequal.json; cases that don't
+start within `--seconds` are skipped. `--kind cpu` tries it with tiny sizes on CPU slices
+(`--parts 100,50`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from benchmarks.gpu_bench import mps_daemon
 from evener.plan.file import load_plan
 from evener.plan.solver import solve_shares
 from evener.shares.curves import Curve
+from tests.support.torch_start import free_port
 
 HERE = Path(__file__).parent
 JOBS = HERE / "unequal_jobs"
@@ -42,9 +46,13 @@ LOOP = {"WIDTH": 512, "LAYERS": 8, "LENGTH": 256, "ROWS": 128, "WORDS": 8192}
 LLAMA = {"WIDTH": 768, "LAYERS": 8, "LENGTH": 256, "ROWS": 48, "WORDS": 32000}
 TINY = {"WIDTH": 64, "LAYERS": 8, "LENGTH": 32, "ROWS": 8, "WORDS": 512}
 CPU = {"WIDTH": 64, "LAYERS": 1, "LENGTH": 16, "ROWS": 16, "WORDS": 256}
+FIRST = 10  # steps that count for no rate
 LAST = 40  # steps over which the samples/s are taken
 NEAR_FROM = 60  # step from which shares should be near the best
 LONGEST_SECONDS = 110.0  # time limit of one training run
+WAYS = ("run", "own", "plan")  # a plan needs the compute times that evener run measures
+WATCHED, WATCHED_STEPS = "watched", 900
+NO_PLAN = {"failed": "no own work is known to make a plan of"}
 
 
 class Case(NamedTuple):
@@ -59,23 +67,33 @@ class Case(NamedTuple):
     input_seconds: float = 0.0  # seconds for a loader worker to read a row
 
 
+class Started(NamedTuple):
+    """The launcher of a training run, which waits for the file `gate` in its folder."""
+
+    case: Case
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+
 def list_cases(kind: str) -> list[Case]:
     """Return the training runs in the order of their value."""
     loop, llama, tiny = (LOOP, LLAMA, TINY) if kind == "gpu" else (CPU, CPU, CPU)
-    few, many, calm = (80, 160, 1000) if kind == "gpu" else (40, 320, 320)
+    few, many, calm = (50, 130, 1000) if kind == "gpu" else (40, 160, 320)
     equal = {**loop, "ROWS": 48} if kind == "gpu" else loop
+    programs = {"loop": loop, "trainer": llama, "accelerated": llama, "lit": llama, "sft": llama}
+    compared = [
+        Case(name, name, way, sizes, many if way == "run" else few, True)
+        for name, sizes in programs.items()
+        for way in WAYS
+    ]
     return [
-        Case("loop", "loop", "run", loop, many, True),
-        Case("loop", "loop", "own", loop, few, True),
-        Case("loop", "loop", "plan", loop, few, True),
+        *compared,
         Case("equal", "loop", "run", equal, calm, False),
         Case("host-bound", "loop", "run", tiny, calm, False),
-        Case("trainer", "trainer", "run", llama, many, True),
-        Case("trainer", "trainer", "own", llama, few, True),
-        Case("trainer", "trainer", "plan", llama, few, True),
         Case("host-bound", "loop", "own", tiny, calm, False),
         Case("input-bound", "loop", "run", tiny, calm, False, 0.005),
         Case("equal", "loop", "own", equal, few, False),
+        Case(WATCHED, "loop", "run", loop, WATCHED_STEPS, True),
     ]
 
 
@@ -114,21 +132,36 @@ class Bench:
         self._found: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Run the requested cases and print each result."""
+        """Run the requested cases and print each result.
+
+        The case after one is started with it, and waits for its end.
+        """
         wanted = set(filter(None, self._options.cases.split(",")))
-        for case in list_cases(self._options.kind):
-            if wanted and not {case.name, f"{case.name}:{case.way}"} & wanted:
-                continue
-            left = self._ends - time.monotonic()
-            if left < 20:
-                print(f"{case.name} by {case.way}: no time left", flush=True)
-                continue
-            found = self._train(case, min(left, LONGEST_SECONDS))
-            self._found[case.name, case.way] = found
-            print(json.dumps({"case": case.name, "way": case.way, **_short(found)}), flush=True)
-            kept = [{"case": key[0], "way": key[1], **each} for key, each in self._found.items()]
-            (self._options.out / "gpu_unequal.json").write_text(json.dumps(kept, indent=1))
-            self._compare(case.name)
+        cases = [case for case in list_cases(self._options.kind) if _is_wanted(case, wanted)]
+        running: list[Started] = []
+        try:
+            for number, case in enumerate(cases):
+                if self._ends - time.monotonic() < 20:
+                    print(f"{case.name} by {case.way}: no time left", flush=True)
+                    continue
+                started = running.pop() if running else self._start(case)
+                if started is not None:
+                    (started.folder / "gate").touch()
+                if number + 1 < len(cases):
+                    following = self._start(cases[number + 1])
+                    running = [following] if following else []
+                self._keep(case, self._end(started) if started else NO_PLAN)
+        finally:
+            for waiting in running:
+                _stop(waiting.process)
+
+    def _keep(self, case: Case, found: dict[str, Any]) -> None:
+        """Print and save a result."""
+        self._found[case.name, case.way] = found
+        print(json.dumps({"case": case.name, "way": case.way, **_short(found)}), flush=True)
+        kept = [{"case": key[0], "way": key[1], **each} for key, each in self._found.items()]
+        (self._options.out / "gpu_unequal.json").write_text(json.dumps(kept, indent=1))
+        self._compare(case.name)
 
     def _compare(self, name: str) -> None:
         """Print the ratios of a case's launchers that are known by now."""
@@ -144,15 +177,15 @@ class Bench:
         if words:
             print(f"== {name}: {', '.join(words)}", flush=True)
 
-    def _train(self, case: Case, seconds: float) -> dict[str, Any]:
-        """Start a training run, wait for its exit, and read its results."""
+    def _start(self, case: Case) -> Started | None:
+        """Start a training run, which waits for its gate; None if it needs an unknown plan."""
         folder = self._options.out / f"{case.name}-{case.way}"
         shutil.rmtree(
             folder, ignore_errors=True
         )  # else evener run would start with the shares saved here
         folder.mkdir()
-        script = str(JOBS / f"{case.program}.py")
-        words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._world)]
+        words = ["torch.distributed.run", "--nproc-per-node", str(self._world)]
+        words += ["--master-port", str(free_port())]
         if case.way != "own":
             kind = self._options.kind
             devices = ",".join(f"gpu:{each}" for each in range(self._world))
@@ -160,30 +193,34 @@ class Bench:
             if case.way == "plan":
                 plan = self._make_plan(self._found.get((case.name, "run"), {}).get("table", []))
                 if not plan:
-                    return {"failed": "no own work is known to make a plan of"}
+                    return None
                 (folder / "plan.toml").write_text(plan)
                 shares = ["--plan", str(folder / "plan.toml")]
             words = ["evener", "run", *shares, "--", sys.executable]
-        began = time.monotonic()
-        log = folder / "log.txt"
-        with log.open("w") as output:
+        with (folder / "log.txt").open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", *words, script],
+                [sys.executable, "-m", *words, f"{case.program}.py"],
+                cwd=JOBS,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 env=self._environment(case, folder),
             )
-            try:
-                code = process.wait(seconds)
-            except BaseException as error:
-                process.terminate()
-                process.wait(30)
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                code = -1
+        return Started(case, process, folder)
+
+    def _end(self, started: Started) -> dict[str, Any]:
+        """Wait for a training run's exit, and read its results."""
+        began = time.monotonic()
+        try:
+            code = started.process.wait(min(self._ends - began, LONGEST_SECONDS))
+        except BaseException as error:
+            _stop(started.process)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            code = -1
         found = {"code": code, "took_s": round(time.monotonic() - began, 1)}
-        return {**found, **self._read(case, folder, log.read_text())}
+        log = (started.folder / "log.txt").read_text()
+        return {**found, **self._read(started.case, started.folder, log)}
 
     def _environment(self, case: Case, folder: Path) -> dict[str, str]:
         parts = self._parts if case.unequal else ["100"] * self._world
@@ -193,6 +230,7 @@ class Bench:
             "COUNT": str(case.steps),
             "PARTS": ",".join(parts),
             "FOLDER": str(folder),
+            "GATE": str(folder / "gate"),
             "INPUT_SECONDS": str(case.input_seconds),
             "XDG_STATE_HOME": str(folder / "state"),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -219,7 +257,7 @@ class Bench:
         found |= {
             "first": round(rows / median(steps[2:10]), 1),
             "near": round(rows / median(near), 1) if len(near) > LAST // 2 else None,
-            "last": round(rows / median(steps[-LAST:]), 1),
+            "last": round(rows / median(steps[FIRST:][-LAST:]), 1),
             "changes": list(_read_changes(folder / "state")),
             "rates_of_tens": [
                 round(rows / median(steps[at : at + 10])) for at in range(0, len(steps) - 9, 10)
@@ -245,6 +283,23 @@ class Bench:
         return "".join(
             share.format(each["device"], rows) for each, rows in zip(table, found, strict=True)
         )
+
+
+def _is_wanted(case: Case, wanted: set[str]) -> bool:
+    """True if `--cases` names this case, or names none and this isn't the one to look at."""
+    if not wanted:
+        return case.name != WATCHED
+    return bool({case.name, f"{case.name}:{case.way}"} & wanted)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a launcher, which ends its ranks; kill it if it doesn't exit."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _draw_line(seen: dict[str, Any]) -> Curve:
@@ -291,7 +346,9 @@ def _read_changes(state: Path) -> Iterator[str]:
 
 
 def _short(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in found.items() if name not in ("table",)}
+    """Return what is printed of a result: its rates first, what evener said last."""
+    shown = {name: each for name, each in found.items() if name not in ("table", "said")}
+    return {**shown, "said": found.get("said")}
 
 
 if __name__ == "__main__":

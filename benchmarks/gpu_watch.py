@@ -1,14 +1,18 @@
 """Compare monitors on loaded GPUs: their cost, and evener's metrics with nvidia-smi's.
 
-All run at the same time. Each monitor has its own pseudo-terminal and its default interval of about
-a second. CPU time is user plus system time of the process, from a moment at which all monitors have
-started.
+  python -m benchmarks.gpu_watch --out FOLDER [--seconds 20]
+
+All run at the same time, beside what computes on the GPUs already. Each monitor has its own
+pseudo-terminal and its default interval of about a second. CPU time is user plus system time of the
+process, from a moment at which all monitors have started.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +21,8 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -34,6 +40,14 @@ while time.monotonic() < end:
     torch.cuda.synchronize()
 """
 METRICS = "127.0.0.1:9401"
+SMI_SECONDS = 2  # between two readings of nvidia-smi
+# what both report: evener's name, nvidia-smi's column, its unit in evener's
+COMPARED = (
+    ("utilization_percent", 1, 1.0),
+    ("memory_used_bytes", 2, float(1 << 20)),
+    ("power_watts", 3, 1.0),
+    ("temperature_celsius", 4, 1.0),
+)
 SCREENS = {
     "evener": "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))",
     "evener --metrics": f"""
@@ -106,8 +120,9 @@ def compare_monitors(
         began = time.perf_counter()
         witness, metrics = [], ""
         for second in range(round(seconds)):
-            if second % 5 == 0:
-                witness.append({"at": time.time(), "rows": smi()})
+            if second % SMI_SECONDS == 0:
+                before_smi, rows = time.time(), smi()
+                witness.append({"at": (before_smi + time.time()) / 2, "rows": rows})
             metrics = fetch_metrics()
             time.sleep(max(0.0, began + second + 1 - time.perf_counter()))
         took = time.perf_counter() - began
@@ -178,3 +193,57 @@ def _cost(before: tuple[float, int], screen: Screen, seconds: float) -> dict[str
         "memory_mib": screen.process.memory_info().rss / 2**20,
         "written_kib_per_second": (written - before[1]) / 1024 / seconds,
     }
+
+
+def compare_readings(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a line per metric and GPU: nvidia-smi's median, evener's, and their differences.
+
+    A reading of nvidia-smi is compared with evener's nearest one, at most half a second away.
+    """
+    for metric, column, unit in COMPARED:
+        pairs: dict[int, list[tuple[float, float]]] = {}
+        for seen in found["nvidia_smi"]:
+            nearest, apart_s = _find_nearest(found["readings"], seen["at"])
+            if apart_s > 0.5:
+                continue
+            own = {each["device"]["index"]: each[metric]["value"] for each in nearest["devices"]}
+            for row in seen["rows"]:
+                index = int(row[0])
+                if own.get(index) is not None:
+                    pairs.setdefault(index, []).append((float(row[column]), own[index] / unit))
+        for index, values in sorted(pairs.items()):
+            theirs, ours = (median(each) for each in zip(*values, strict=True))
+            apart = [abs(one - other) for one, other in values]
+            yield (
+                f"{metric}, GPU {index}: nvidia-smi {theirs:,.1f}, evener {ours:,.1f}; apart "
+                f"{median(apart):.2f}, at most {max(apart):.2f} ({len(apart)} readings)"
+            )
+
+
+def _find_nearest(readings: Sequence[dict[str, Any]], at: float) -> tuple[dict[str, Any], float]:
+    """Return the reading that is nearest to a time, and its distance in seconds."""
+    apart = [abs(reading["at_seconds"] - at) for reading in readings]
+    nearest = min(apart)
+    return readings[apart.index(nearest)], nearest
+
+
+def main() -> None:
+    """Print what the monitors cost and how evener's readings differ from nvidia-smi's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--devices", default="gpu")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = compare_monitors(options.seconds, dict(os.environ), options.devices)
+    (options.out / "watch.json").write_text(json.dumps(found))
+    for name, cost in found["costs"].items():
+        print(f"{name}: {cost['cpu_percent']:.2f} % of a core", flush=True)
+    for name, end in found["did_not_run"].items():
+        print(f"{name} didn't run: {end[-200:]!r}")
+    for line in compare_readings(found):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

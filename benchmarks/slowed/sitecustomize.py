@@ -1,10 +1,11 @@
-"""Slow one rank down and record each step's end, in programs that benchmarks.gpu_run starts.
+"""Slow ranks down and record each step's end, in programs that benchmarks.gpu_run starts.
 
-Each Python process of such a program imports this module. SLOWED is "PERCENT KIND" of the last
-rank: MPS limits it to that percentage of its GPU, or on a CPU a clock process stops it for the rest
-of each 25 ms. CORES are the cores of each rank if its launcher chooses none. STEPS is the file in
-which the first rank saves the end times of its optimizer's steps, and its CPU times. GATE is the
-file for which a rank waits once it has imported benchmarks/run_jobs/model.py and the trainers.
+Each Python process of such a program imports this module. SLOWED is "PERCENTAGES KIND", such as
+"100,60 gpu" for two ranks: MPS limits a rank to its percentage of its GPU, or on a CPU a clock
+process stops it for the rest of each 25 ms. CORES are the cores of each rank if its launcher
+chooses none. STEPS is the file in which the first rank saves the end times of its optimizer's
+steps, and its CPU times; they aren't saved without it. GATE is the file for which a rank waits once
+it has imported benchmarks/run_jobs/model.py and the trainers.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ if "LOCAL_RANK" in os.environ:
         os.sched_setaffinity(
             0, map(int, cores.split(";")[int(os.environ["LOCAL_RANK"])].split(","))
         )
-    percent, kind = os.environ.get("SLOWED", "100 cpu").split()
-    if os.environ["RANK"] == "0":
+    percentages, kind = os.environ.get("SLOWED", "100 cpu").split()
+    each_rank = percentages.split(",")
+    percent = each_rank[int(os.environ["RANK"]) % len(each_rank)]
+    if os.environ["RANK"] == "0" and "STEPS" in os.environ:
         register_post_import_hook(_note, "torch")
-    elif percent != "100" and kind == "gpu":
+    if percent != "100" and kind == "gpu":
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
     elif percent != "100" and "CLOCKED" not in os.environ:
         os.environ["CLOCKED"] = "1"

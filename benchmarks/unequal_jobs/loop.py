@@ -6,7 +6,7 @@ import os
 import time
 
 # a module in this folder; imported first, because it limits the GPU
-from place import CUDA, SIZES, slow_down  # type: ignore[import-not-found]  # isort: skip
+from place import CUDA, SIZES, slow_down, wait_for_start  # type: ignore[import-not-found]  # isort: skip
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +59,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 def main() -> None:
     """Train COUNT steps."""
+    wait_for_start()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     if CUDA:
         torch.cuda.set_device(device)

@@ -2,7 +2,8 @@
 
 PARTS are the percentages of all ranks, to which MPS limits them; on a CPU, a rank computes for
 correspondingly longer. In FOLDER each rank saves the end times of its optimizer's steps and its
-memory.
+memory. GATE is a file that the benchmark creates when a program may begin, so that it imports its
+libraries while another one trains.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +28,17 @@ SIZES = {
     name: int(os.environ[name]) for name in ("WIDTH", "LAYERS", "LENGTH", "ROWS", "COUNT", "WORDS")
 }
 torch.set_float32_matmul_precision("high")  # TF32
+LONGEST_WAIT = 400.0  # seconds; longer than the programs before this one may take
 _ends: list[float] = []
+
+
+def wait_for_start() -> None:
+    """Wait for the file GATE; exit if it doesn't appear."""
+    ends = time.monotonic() + LONGEST_WAIT
+    while not Path(os.environ["GATE"]).exists():
+        if time.monotonic() > ends:
+            sys.exit("The benchmark that started this program has gone.")
+        time.sleep(0.02)
 
 
 def slow_down(rows: int) -> None:
