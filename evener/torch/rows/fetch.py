@@ -62,7 +62,7 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterates over the batches of a sampler in its order; each iteration starts again.
+    """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
 
     `options` are passed to DataLoader, which is used if no whole batches can be fetched. With
     `pinned`, whole batches are fetched into pinned memory.
@@ -264,11 +264,12 @@ class _CopyStream:
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch for use on the loop's stream, which waits until the batch has arrived.
+        """Return a batch that the loop's stream can use, because that stream waits for its arrival.
 
-        `arrived` is the event for its arrival. The allocator doesn't reuse the batch's memory
-        before that stream is done with it. If `arrived` is None, there was too little memory for
-        the batch before. It is sent now, because the loop holds no activations between its steps.
+        `arrived` is the event for the batch's arrival. The allocator doesn't reuse the
+        batch's memory before the stream is done with it. If `arrived` is None, there was too
+        little memory to send the batch earlier. It is sent now: between steps, the loop's
+        activations have been freed.
         """
         if arrived is None:
             return self._send(batch)

@@ -39,10 +39,11 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `training` is False for validation. `tail` is None if a rank has the same weight in all batches.
-    If only the last batch differs, `tail` is its number of rows; otherwise it is an object that
-    equals no other. `by_length` is True if rows are assigned by length, so that a batch must not be
-    cut into passes. `loader()` returns the loader, or None if it no longer exists.
+    `training` is False for validation. `tail` shows which batches give the ranks other weights
+    than a full batch does: None means no batch, a number means only the last batch, which has
+    that many rows, and any other object means that any batch may. `by_length` is True if rows are
+    assigned by length, so that a batch must not be cut into passes. `loader()` returns the
+    loader, or None if it no longer exists.
     """
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
@@ -61,10 +62,10 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the epoch's last batch may still be waiting to be computed.
+        """True if the training loop may not have computed the epoch's last batch yet.
 
-        That is the case if a training loop fetched the next epoch's first batch before it computed
-        this epoch's last batch.
+        That is the case if the loop fetched the next epoch's first batch before
+        it computed this batch.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
@@ -102,8 +103,8 @@ class Loader:
     Every iteration is a new epoch in a new order, from its first batch, unless `set_epoch` or
     `load_state_dict` has chosen another epoch or position. `prefetch` batches are prefetched and
     sent to `device` or, with `on_host`, kept in host memory. If `prefetch` is 0, each batch is
-    fetched when the loop requests it and stays on the host. None is the default of
-    `check_prefetch`. `listener` is called for each step, `options` are those of DataLoader, and
+    fetched when the loop requests it and stays on the host. If it is None, `check_prefetch` chooses
+    the number. `listener` is called for each step, `options` are those of DataLoader, and
     `training` is False for validation.
     """
 
@@ -357,8 +358,8 @@ class LoaderStates:
     def add(self, loader: Loader) -> Loader:
         """Register a loader and return it.
 
-        If states were loaded before this loader was created, it resumes from the first state that
-        no other loader has used.
+        If checkpoint states were loaded before this loader was created, the loader resumes from the
+        first of them that no other loader has used.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -430,10 +431,11 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     The trainer sets `done` to the number of this epoch's batches that it has computed. With
     `ahead`, the next batch is fetched before a batch is yielded, as in accelerate's loader, so that
-    a callback's change to a collator first affects the same batch with and without a plan. `begins`
-    is called when a loop begins, and `asks` when the loop requests a batch, after it has computed
-    the previous one. `steps` is the batch sampler, and `options` are passed to DataLoader.
-    `load_state_dict` resumes in mid-epoch, also under other shares if the global batch is the same.
+    a callback's change to a collator first affects the same batch with and without a plan. The
+    callback `begins` is called when a loop begins, and `asks` whenever the loop requests a batch,
+    which means that it has computed the previous one. `steps` is the batch sampler, and `options`
+    are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also under other shares if the
+    global batch is the same.
     """
 
     def __init__(

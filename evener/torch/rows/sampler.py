@@ -101,7 +101,7 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of an epoch, computed from `seed`, that of the training run."""
+    """Return the random seed of an epoch, computed from the training run's `seed`."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
@@ -128,7 +128,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Use `shares` from the batch on that begins `rows` rows after the newest batch's end."""
+        """Change to `shares` for batches that begin at least `rows` rows after the newest batch."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -298,10 +298,10 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the number of rows in the epoch's last step if ranks' weights differ in it.
+        """Return which steps of the epoch weight ranks unlike a full step (see `Epoch.tail`).
 
-        Return None if each rank has the same weight in all steps. If each step may have other
-        weights, return an object that equals no other.
+        Return None if no step does, and the number of rows in the last step if only that step does.
+        If any step may, return a new object, which doesn't equal that of another epoch.
         """
         if self.changes or self.is_by_length:
             return (
@@ -411,9 +411,10 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention while a loop needs that.
+    """Turns off cuDNN's attention during the loops that can't use it.
 
-    PyTorch can turn it off only for the whole process, so the loops that need this are counted.
+    PyTorch can turn it off only for the whole process. Therefore the running loops are counted, and
+    it is turned on again after the last of them.
     """
 
     def __init__(self) -> None:
@@ -558,8 +559,8 @@ class LengthSampler(UnevenBatchSampler):
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batch of each step, made from the fetched passes.
 
-        A batch is an AssignedBatch. If no batch has several passes on any rank, it is the fetched
-        pass itself.
+        A batch is an AssignedBatch, which has several passes. If every rank has a single pass in
+        every batch, the fetched passes are the batches.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (

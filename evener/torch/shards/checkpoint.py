@@ -104,7 +104,10 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
-    """Yield the flats that are written to checkpoints: all except packed (4-bit) weights."""
+    """Yield the flats that are written to checkpoints: all except packed (4-bit) weights.
+
+    A flat is a tensor that holds several parameters.
+    """
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -136,10 +139,11 @@ def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Return a flat's whole tensors by name, in host memory; an empty dict on ranks other than 0.
+    """Return the parameters in a flat as whole tensors by name, in host memory.
 
-    `shard` is this rank's shard, either of the parameters or of one kind of optimizer state, such
-    as Adam's exp_avg.
+    Every rank has to call this function; ranks other than 0 get an empty dict. `shard` is
+    this rank's shard of the flat, either of the parameters or of one kind of optimizer
+    state, such as Adam's exp_avg.
     """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -237,7 +241,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups from `_groups` with the indices of parameters, as in a `state_dict`."""
+    """Return groups from `_groups` in the form of a `state_dict`, with indices of parameters."""
     numbers = count()
     return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
 
@@ -522,7 +526,7 @@ class _Reader:
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
         """Return this rank's shard of a flat's parameters, or of one kind of their optimizer state.
 
-        `kind` is "" for the parameters, or for example "/exp_avg" for a kind of state. Tensors that
+        `kind` is "" for the parameters, or names a kind of state, such as "/exp_avg". Tensors that
         aren't in the checkpoint are filled with zeros. `dtype` is the dtype of the result.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
@@ -537,7 +541,7 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the flats that have at least one parameter in the checkpoint, on every rank.
+        """Return, on every rank, the flats that have at least one parameter in the checkpoint.
 
         A checkpoint of adapters has only some of the model's parameters.
         """

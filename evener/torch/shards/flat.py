@@ -22,10 +22,11 @@ from .slot import Slot, byte_count
 
 
 class Flat:
-    """Parameters of a unit that have the same dtype and are all trained, or all frozen.
+    """A one-dimensional tensor with several parameters of a unit, sharded over the ranks.
 
-    They may be gathered in other dtypes (`Slot.computes`). `slots` are the parameters, `place` is
-    this rank's ShardRank, and `held` is the Ledger that counts the flat's bytes.
+    The parameters have the same dtype, and are all trained or all frozen. They may be gathered in
+    other dtypes (`Slot.computes`). `slots` are the parameters, `place` is this rank's ShardRank,
+    and `held` is the Ledger that counts the flat's bytes.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
@@ -76,7 +77,7 @@ class Flat:
             dist.broadcast(filled, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return the (start, stop) range of this rank's shard that belongs to a parameter.
+        """Return the range of this rank's shard that belongs to a parameter, as (start, stop).
 
         Return (0, 0) if the shard contains nothing of the parameter.
         """
@@ -108,9 +109,10 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer in which this rank's gradients of the whole flat accumulate.
+        """Return the buffer in which the gradients of this rank's rows are added up.
 
-        Waits first for a reduction that an earlier use of the unit started.
+        The buffer is as long as the whole flat. If the reduction from an earlier use of the unit is
+        still running, wait for it first.
         """
         self.receive()
         if self._grads is None:
@@ -120,7 +122,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add the gradient of one whole parameter, times `weight`, to the flat's buffer.
+        """Add a whole parameter's gradient, times `weight`, to the flat's gradient buffer.
 
         The parameter's own gradient is then freed.
         """
@@ -135,10 +137,10 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _take_all(self, weight: float) -> torch.Tensor:
-        """Move the gradients of whole parameters to the flat's buffer, and multiply it by `weight`.
+        """Move the gradients of whole parameters to the buffer, and multiply it by `weight`.
 
-        Returns the buffer. One copy operation for all gradients costs the host less time than one
-        for each of them.
+        Returns the buffer. One copy operation for all gradients costs the host less time
+        than one for each of them.
         """
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
@@ -158,10 +160,10 @@ class Flat:
         return buffer
 
     def keep(self) -> None:
-        """Keep the accumulated gradients in the flat's buffer for the reduction in a later pass.
+        """Leave the accumulated gradients in the buffer, because a later pass reduces them.
 
-        Meanwhile the `.grad` of each piece is set to zeros or to its earlier value. If the loop
-        calls zero_grad() too early, the changed `.grad` reveals it.
+        If a piece, which is this rank's part of a parameter, has no `.grad`, it gets one of zeros.
+        If the loop then calls zero_grad() too early, this is detected by the change of `.grad`.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
@@ -213,7 +215,7 @@ class Flat:
     def _make_views(self) -> torch.Tensor:
         """Return the gradient of this rank's shard; allocate it if necessary.
 
-        Each slot then gets its view of the gradient.
+        When it is allocated, each slot gets a view of its range in the gradient.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
@@ -254,9 +256,10 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each piece after a backward pass if any rank used its parameter.
+        """Set the `.grad` of this rank's pieces after a backward pass.
 
-        `used` has a flag for each of `slots`.
+        A piece is this rank's part of a parameter. `used` has a flag for each of `slots`: True if
+        any rank used the parameter in the pass.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

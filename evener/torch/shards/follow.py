@@ -1,11 +1,11 @@
 """A rank without rows: it holds a part of a sharded model's state, and computes nothing.
 
-All ranks of a sharded model run the same gathers and reductions in the same order. A rank without
-rows gets a filler row, whose gradients have weight 0. The rank computes that row until two
-consecutive passes have run the same collectives. From then on it only repeats the collectives of
-such a pass, without computation or activations: the model returns copies of its outputs for the
-filler row, and the backward pass through these copies takes part in the other ranks' reductions.
-Inputs of other shapes are computed, which also runs the collectives that the other ranks expect.
+All ranks of a sharded model have to run the same gathers and reductions in the same order. A rank
+without rows gets a filler row, whose gradients have weight 0. The rank computes that row until two
+consecutive passes have run the same collectives. From then on it only runs these collectives,
+without computing or holding activations. The model returns copies of its outputs for the filler
+row, and the backward pass through these copies takes part in the other ranks' reductions. If inputs
+have other shapes, the rank computes them, because the other ranks then run other collectives, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PassRecord:
 
     `shapes` has the shapes and dtypes of the inputs. `forward` lists the collectives of the model's
     forward pass and `backward` those of its backward pass, in order. `unsent` are the units whose
-    gradients are reduced after the backward pass.
+    gradients aren't reduced until the end of the backward pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:

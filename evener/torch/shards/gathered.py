@@ -39,12 +39,12 @@ class Segment:
 
 
 class Gathered:
-    """The whole parameters of a flat, in one block of bytes that is allocated while it is used.
+    """The whole parameters of a flat, in a block of bytes that has memory only while it is in use.
 
     `place` is this rank's ShardRank, and `slots` are in the order of `sort_slots`. `ranges` are the
-    ranks' ranges of the flat's elements, and `shard` has this rank's elements. Whatever the dtypes,
-    each rank's part of the block is one range of bytes. `size` is the block's size in bytes. The
-    block has memory at first, and until `free` is called.
+    ranks' ranges of the flat's elements, and `shard` has this rank's elements. Each rank's part of
+    the block is one range of bytes, whatever the dtypes. `size` is the block's size in bytes. The
+    block has memory when it is created, until `free` is called.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Gathered:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the pairs of (target, source) that copy this rank's elements to the block.
 
-        `shard` has this rank's elements, which are the flat's elements from `start` to `stop`. A
-        rank that is measured alone fills each segment with copies of its elements.
+        `shard` has this rank's elements, which are the flat's elements from `start` to `stop`. If
+        this rank is measured without the others, its elements are repeated to fill each segment.
         """
         pairs = []
         for segment, typed in zip(self._segments, self._typed, strict=True):

@@ -1,8 +1,8 @@
 """Shard a model over ranks, and make clipping, loss scaling and optimizers work with its shards.
 
 Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
-pieces of the parameters. The result is the same as in one process if the optimizer updates each
-element from its own gradient and state.
+part of each parameter (its piece). The result is the same as in one process if the optimizer
+updates each element from its own gradient and state.
 """
 
 from __future__ import annotations
@@ -181,11 +181,11 @@ def check_buffers(model: Any) -> None:
 def _parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return each rank's part of the state, as relative sizes.
+    """Return which part of the model's state each rank holds, as relative sizes.
 
-    The parts are `state` if it is specified, else those in the plan. Without either, they are in
-    proportion to each rank's memory, minus the `beside()` bytes that are needed in addition to the
-    state. Raises RequestError unless each rank has a part above 0.
+    They are `state` if it is specified, otherwise those in the plan. If the plan has none, they are
+    in proportion to each rank's memory after subtracting `beside()` bytes, which a rank needs for
+    other things. Raises RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
@@ -201,8 +201,8 @@ def _parts(
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
     """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
 
-    `beside` is the number of bytes that a rank needs in addition to its state. Ranks on CPUs share
-    the memory of their host, so they get equal parts.
+    `beside` is the number of bytes that a rank needs for anything but its state. Ranks on CPUs
+    share the memory of their host, so they get equal parts.
     """
     own = 1.0
     if training.device.type == "cuda":
@@ -358,7 +358,10 @@ def find(optimizer: Any) -> Sharded | None:
 
 
 def find_pieces(optimizer: Any) -> bool:
-    """True if an optimizer trains pieces of parameters, not only whole ones of a sharded model."""
+    """True if an optimizer trains parameters of which each rank holds only a piece.
+
+    False if it trains only parameters that each rank holds whole, such as adapters.
+    """
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
 

@@ -1,4 +1,4 @@
-"""Divide a flat among ranks, and run collectives over its parts, which may differ in size."""
+"""Divide a tensor among ranks, and run collectives over its parts, which may differ in size."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class ShardRank(msgspec.Struct, frozen=True):
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return each rank's (start, stop) range of a flat, in proportion to `parts`.
+    """Return each rank's (start, stop) range of a flat tensor, in proportion to `parts`.
 
-    `elements` is the number of the flat's elements. The last range may end after it,
-    because the flat is padded to a multiple of the number of ranks, so that each rank holds
-    at least one element.
+    The tensor has `elements` elements, but the last range may end after them: the tensor is padded
+    to a multiple of the number of ranks, so that each rank holds at least one element.
     """
     ranks = len(parts)
     return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))

@@ -40,13 +40,13 @@ _SIMPLE = (
 
 
 class Sharded:
-    """Gathers the units of `model`, and weights and reduces their gradients like an Exchange.
+    """Gathers the units of a sharded model, and sums their gradients over the ranks by weight.
 
-    `units` are the model's units by name, and `place` is this rank's ShardRank. `dtype` is the
-    dtype of the whole parameters, or None if it is that of the shards, and `casts` is the dtype of
-    an autocast around the model, or None. With `keeps`, parameters and gradients stay whole through
-    all passes of a batch: the model isn't divided into units then, and its gradients are reduced
-    once, in the backward pass that isn't under no_sync.
+    `units` are the units of `model` by name, and `place` is this rank's ShardRank. `dtype` is the
+    dtype of the whole parameters, or None if it is that of the shards. `casts` is the dtype of an
+    autocast around the model, or None. With `keeps`, the model isn't divided into units. Its
+    parameters and gradients then stay whole through all passes of a batch, and gradients are
+    reduced once, in the backward pass that isn't under no_sync.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit that has computed, unless the backward pass begins with it.
+        """Free a unit that has computed, unless it is the first one in the backward pass.
 
         `outputs` are the results of the unit.
         """
@@ -281,7 +281,7 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a unit, a single layer, whose parameters are read outside its forward pass.
+        """Gather a unit that is a single layer if its parameters are read outside its forward pass.
 
         For example, a model may multiply by its head's weight without calling the head. The layer
         stays gathered until the backward pass ends.
@@ -295,10 +295,10 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Start a backward pass, or continue the current one with outputs of this batch.
+        """Start a backward pass; if it has already started, record that it reaches more outputs.
 
-        `batch` is the batch from which the outputs were computed. Raises RequestError if the pass
-        is run with create_graph=True.
+        `batch` is the batch from which the outputs were computed. Raises RequestError if the
+        backward pass is run with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RequestError(
@@ -321,9 +321,9 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit before its gradients are computed, and prefetch the unit that follows.
+        """Gather a unit before its gradients are computed, and prefetch the next unit.
 
-        In a backward pass, that is the unit before it in the forward pass.
+        In a backward pass, the next unit is the one before it in the forward pass.
         """
         if self._task is None:
             self.arm(self._batch)
@@ -379,14 +379,14 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep a pass's gradients for a later reduction, and parameters whole until then."""
+        """End a pass whose gradients a later pass reduces; parameters stay whole until then."""
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if gradients that wait for a reduction were cleared.
+        """Raise RequestError if the loop has cleared gradients that a later pass was to reduce.
 
         `is_there` returns True if the gradient of a slot still exists.
         """
@@ -416,7 +416,7 @@ class Sharded:
     def _add_up_whole(self) -> list[bool]:
         """Sum the gradients of unsharded parameters; return whether this rank used each of them.
 
-        Return an empty list if there are no such parameters, or if later passes add to the sum.
+        Return an empty list if there are no such parameters, or if a later pass computes the sum.
         """
         if self.whole is None:
             return []
@@ -427,7 +427,7 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return whether any rank used each parameter; `fired` tells which ones this rank used.
+        """Return for each parameter whether any rank used it; `fired` has this rank's flags.
 
         The buffers of the first rank that has rows are also copied to all ranks.
         """
@@ -445,8 +445,8 @@ class Sharded:
     def _flag(self, fired: list[bool]) -> torch.Tensor:
         """Return the flags `fired` as a tensor on the device.
 
-        The last tensor is kept, and is copied for equal flags, because the host waits for each copy
-        to the device.
+        If the flags are the same as in the last call, the tensor is copied on the device instead of
+        from the host, because the host would wait for that.
         """
         known = tuple(fired)
         if known != self._known_flags[0]:

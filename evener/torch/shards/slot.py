@@ -34,9 +34,10 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the piece's gradient hasn't been cleared or changed since `keep` recorded it.
+        """True if the gradient of this rank's piece is still the one that `keep` recorded.
 
-        `keep` is called after a pass whose gradients are reduced in a later pass.
+        It isn't if the loop has cleared or changed it. `keep` is called after a pass whose
+        gradients a later pass reduces.
         """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept

@@ -183,19 +183,19 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 def is_lookup(module: Any) -> bool:
-    """True for an embedding whose backward pass doesn't read its parameters.
+    """True if the module is an embedding whose backward pass doesn't read its parameters.
 
-    An embedding with `max_norm` isn't included.
+    False for an embedding with `max_norm`.
     """
     return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 class Unit:
-    """A module whose parameters are gathered and freed together; they are stored in flats.
+    """A module whose parameters are gathered together before it computes, and freed together.
 
-    All parameters in a flat are stored in the same dtype, and are all trained or all frozen. `name`
-    is "" for the model itself. `dtype` and `casts` are passed to `choose_dtype`, and `held` is the
-    Ledger that counts the unit's bytes.
+    The parameters are stored in flats: each flat has those that have the same dtype and are all
+    trained or all frozen. `name` is "" for the model itself. `dtype` and `casts` are passed to
+    `choose_dtype`, and `held` is the Ledger that counts the unit's bytes.
     """
 
     def __init__(
@@ -308,12 +308,16 @@ class Unit:
 
 
 class Ledger:
-    """Counts the bytes that a rank holds.
+    """Counts the bytes that a rank holds, in five kinds.
 
-    `now` and `most` have the current bytes and their maximum for each kind; `peak` is the maximum
-    of the total. The kinds are `shards`; `gathered`, which includes gradients before their
-    reduction; `gradients` after it; the optimizer's `state`, counted after its first step; and
-    `whole`, the unsharded parameters with their optimizer state.
+    - `shards`: this rank's parts of the parameters.
+    - `gathered`: whole parameters, and their gradients before the reduction.
+    - `gradients`: this rank's parts of the gradients, after the reduction.
+    - `state`: the optimizer's state, counted after its first step.
+    - `whole`: the unsharded parameters with their optimizer state.
+
+    `now` and `most` have the current bytes and their maximum for each kind; `peak` is
+    the maximum of the total.
     """
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ class UnitBytes(NamedTuple):
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the whole parameters of the two largest units.
+    """Return the bytes of the two largest units' whole parameters, which are in memory together.
 
     While one unit computes, the next one is already being gathered.
     """
@@ -178,8 +178,8 @@ class WholeParameters:
     def keep(self) -> None:
         """End a backward pass whose gradients are all-reduced after a later pass.
 
-        Meanwhile the `.grad` of each parameter is a view of the buffer. If the loop calls
-        zero_grad() too early, the changed `.grad` reveals it.
+        Until then, the `.grad` of each parameter is a view of the buffer. If the loop calls
+        zero_grad() too early, this is detected by the change of `.grad`.
         """
         self.waits = True
         for slot in self.slots:
