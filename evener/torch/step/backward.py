@@ -1,7 +1,7 @@
 """Notify listeners of each loss that a loop calls backward on, and of the operations behind it.
 
-If the loss is computed by another function than before, for example with a term that is added in a
-later epoch, then the kinds of these operations change.
+If these operations aren't the usual ones, the loss is computed in another way than before. For
+example, a term is added in a later epoch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations that made a loss, as pairs of the operation's name and a number.
+    """Return the last operations that computed a loss, as pairs of a name and a number.
 
     The number tells how the operation reduces rows, for example to a mean; it is None for other
     operations. Up to MOST operations are listed, up to DEPTH levels before the loss.

@@ -52,8 +52,8 @@ class TakenBatch:
     def can_share_backward(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass.
 
-        They can if they give each rank the same weight, and if the last batches of their
-        epochs do so, too.
+        This requires that each rank has the same weight in both batches. If the batches are from
+        different epochs, the last batches of these epochs must also give each rank the same weight.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -121,8 +121,8 @@ class BatchTracker:
     def end(self, origin: Epoch) -> None:
         """Record that an epoch has ended or its loop was left.
 
-        A batch of the epoch may still be computed later, if it was the only one, or if the loop
-        stores batches in a list.
+        The loop may still compute a batch of this epoch later, for example if it fetched the batch
+        ahead or stores batches in a list.
         """
         self._only = None
         origin.open = False
@@ -161,9 +161,9 @@ class BatchTracker:
     def _list_candidates(self, training: bool) -> list[Epoch]:
         """Return the epochs that may contain the batch that is being computed.
 
-        They are the open training epochs, or the epoch of a validation if the model is in
-        evaluation mode. Without open epochs, they are training epochs that have ended, or the
-        newest epoch.
+        Usually these are the training epochs that haven't ended. In evaluation mode, it is the
+        epoch of the validation. If all training epochs have ended, they are all returned; if there
+        are none, the newest epoch is returned.
         """
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs:
@@ -199,8 +199,9 @@ class BatchTracker:
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training epochs among `epochs` that may contain the current batch.
 
-    These are the open ones or, without open ones, those that have ended. If all open epochs are at
-    their first batch, an ended epoch whose last batch may still be waiting is included.
+    They are the epochs that haven't ended or, if there are none, those that have. If each epoch
+    that hasn't ended is at its first batch, an epoch that has ended is included if the loop may
+    still compute its last batch.
     """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
@@ -214,7 +215,7 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if all batches in `possible` lead to the same weights.
+    """True if all batches in `possible` give each rank the same weight, now and later in the epoch.
 
     `epochs` is the number of epochs that the batches may be from.
     """
@@ -224,16 +225,16 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if the epoch `epoch` may still have a batch to compute after `ended` has ended."""
+    """True if the loop may still compute a batch of the epoch `epoch` after `ended` has ended."""
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove from the list, in place, the batches that no forward pass will compute any more.
+    """Remove batches that no forward pass will compute any more from the list, in place.
 
-    All `batches` are from one epoch. If the newest batch is used, all earlier ones are removed.
-    While there are more than two batches, the oldest is removed if the loop no longer holds any of
-    its tensors.
+    All `batches` are from one epoch. If a forward pass has used the newest batch, all earlier ones
+    are removed. While there are more than two batches, the oldest is removed if the loop no longer
+    holds any of its tensors.
     """
     if batches and batches[-1].used:
         del batches[:-1]
@@ -250,7 +251,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if the choice among these epochs' batches doesn't change any weight, now or later."""
+    """True if it doesn't matter for any weight which of these epochs the current batch is from."""
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
         return False

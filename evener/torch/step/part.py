@@ -40,7 +40,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if this part has only some rows of a planned pass, which ran out of memory."""
+        """True if this part has only some rows of a planned pass that ran out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -84,10 +84,10 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return this part if `turn` has all its rows, else a new part with the turn's rows.
+        """Return the part with the rows of `turn`, which is this part if `turn` has all its rows.
 
-        `turn` is a planned pass or a piece of it. The new part's weight is in proportion to its
-        rows, or to the result of `count` for them.
+        `turn` is a planned pass or, after it ran out of memory, some of its rows. A new part's
+        weight is in proportion to its rows, or to the result of `count` for them.
         """
         if turn.rows == self.rows:
             self.turn = turn

@@ -161,9 +161,9 @@ class Recovery:
     ) -> str:
         """Return the error as text if the running pass can be computed again, else "".
 
-        The pass can be computed again if memory ran out before one of its backward passes ended.
-        Raises DeviceError if memory ran out and `exchanges` is empty, because another library sums
-        the gradients then.
+        It can be computed again if memory ran out before one of its backward passes ended. Raises
+        DeviceError if memory ran out but `exchanges`, which sum the gradients, is empty: another
+        library sums them then, so the pass can't be undone.
         """
         if not is_out_of_memory(error) or running.ended:
             return ""
@@ -180,7 +180,7 @@ class Recovery:
 
         `running` is the pass, and `exchanges` are those that sum its gradients. `least` is the
         minimum number of rows in a pass. Raises DeviceError if passes can't be smaller, or if
-        smaller passes would have another gradient.
+        smaller passes would change the gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -202,9 +202,8 @@ class Recovery:
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
         """Discard what is needed to undo a pass, once all its rows are computed.
 
-        Gradients that were sent early are no longer kept, because the pass isn't retried. In the
-        first batch, also record which buffers passes don't change, so that these aren't copied in
-        later passes.
+        In the first batch, also record which buffers passes don't change, so that these buffers
+        aren't copied in later passes.
         """
         for exchange in exchanges:
             exchange.held.forget_failure()
@@ -241,7 +240,7 @@ class Recovery:
     def _check_smaller(self, running: RunningPass) -> None:
         """Raise DeviceError unless smaller passes have the same gradient.
 
-        This is checked only once, and only if `check` is set.
+        They are checked only once, and only if the callback `check` is set.
         """
         part = running.part
         if self.check is None or self.checked or part.rows < 2:

@@ -207,14 +207,14 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts of a batch in turn, in smaller pieces if memory runs out.
+        """Yield the parts of a batch one after the other, in smaller parts if memory runs out.
 
         A part has the rows of one pass. The caller computes it in `with part:`
         and calls `part.backward`.
 
         - `models` all-reduce their gradients only in the last part.
-        - `exchanges` sum these gradients. If it is empty, another library does, so no pass can be
-          computed again.
+        - `exchanges` sum these gradients. If it is empty, another library sums them, so no pass can
+          be computed again.
         - `begins` is True if `parts` are the first parts of a batch.
         - With `move`, each part is moved to the device before it is computed.
         """
@@ -293,9 +293,9 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Mark the current part as impossible to undo, because a backward pass has started.
+        """Mark the current part as impossible to undo if its backward pass wasn't prepared.
 
-        The part can still be undone if `open` was called before the backward pass.
+        Called when a backward pass starts. The part can be undone only if `open` was called before.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
@@ -303,7 +303,7 @@ class Passes:
     def catch(self, error: BaseException) -> str:
         """Return an error of the current part as text if the part can be computed again, else "".
 
-        The error is the exception that ended the caller's block.
+        `error` is the exception that was raised in the caller's `with part:` block.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
@@ -313,9 +313,9 @@ class Passes:
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
         """Finish a pass that didn't run out of memory.
 
-        Record which exchanges have gradients, to detect a zero_grad() between passes. Once all rows
-        of a failed pass are recomputed, discard what was needed to undo it. Raises RequestError if
-        the caller didn't call `Part.backward` in the pass.
+        Record which models have gradients, to detect a zero_grad() between passes. Once all rows of
+        a failed pass are recomputed, discard what was needed to undo it. Raises RequestError if the
+        caller didn't call `Part.backward` in the pass.
         """
         running.part.check_computed()
         if not running.part.turn.last:

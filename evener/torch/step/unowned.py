@@ -1,12 +1,12 @@
 """Tensors that an optimizer trains and no module owns.
 
-Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log variances
-of several tasks.
+Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log
+variances of several tasks.
 
 Such tensors aren't in any wrapped model, so they are found through the optimizers that hold them.
 As for a wrapped model, their gradients are weighted when they are computed. They are summed over
-the ranks at the end of each backward pass, or of the last one if a batch has several passes: the
-sum is that of (n_i / N) * gradient_i over all ranks i, with n_i of N rows on rank i.
+the ranks at the end of each backward pass; if a batch has several passes, only at the end of the
+last one. The sum is that of (n_i / N) * gradient_i over all ranks i, with n_i of N rows on rank i.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if all ranks have the same gradients; every rank has to call this method.
+        """True if these gradients are equal on all ranks; every rank has to call this method.
 
-        The gradients are the same if a loop copies them from a wrapped model, whose
-        gradients were summed.
+        They are equal if, for example, a loop copies them from a wrapped model after
+        its gradients were summed.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -172,9 +172,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce after those of all wrapped models in the backward pass `task`.
+        """Schedule the all-reduce in the backward pass `task`, after those of all wrapped models.
 
-        Therefore the order of collectives is the same on every rank.
+        Then the order of collectives is the same on every rank.
         """
         own = weakref.ref(self)
 

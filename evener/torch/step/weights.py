@@ -37,7 +37,7 @@ from .wrapped import (
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
     """Raised if a loss under audit calls `split.loss` or `split.gather`.
 
-    Such a loss is the whole batch's loss on each rank, so it needs no audit.
+    Such a loss is already computed over the whole batch, so it needs no audit.
     """
 
 
@@ -142,7 +142,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(self.sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Set `lengths_vary` if rows have another shape in this batch than in the last one."""
+        """Set `lengths_vary` if the shape of a row differs between this batch and the last one."""
         shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -150,10 +150,10 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Sum the gradients of a trainer's model from now on; return its exchange in a list.
+        """Sum the gradients of a trainer's model over the ranks from now on.
 
-        The list is empty if another library sums the gradients. With a single rank, the exchange
-        only makes it possible to undo a failed pass.
+        Return a list with the Exchange that sums them; the list is empty if another library does.
+        With a single rank, the exchange only makes it possible to undo a failed pass.
         """
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
@@ -205,7 +205,7 @@ class BatchWeights(BatchTracker):
     def _sample(self, exchange: Exchange) -> None:
         """Measure the noise scale from the sums of this exchange, if the noise scale was requested.
 
-        An earlier exchange of the same model, from an earlier wrapping, is no longer used for this.
+        If the same model was wrapped before, its earlier exchange is no longer used for this.
         Raises RequestError if another model's gradients are already being measured, because a noise
         scale describes one model.
         """
@@ -239,9 +239,9 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `batch` is the result of `forward`. `before` is the batch of the earlier outputs in the same
-        backward pass, if any. Raises RequestError if the batch is unknown, or if batches with
-        different weights are in one backward pass.
+        `batch` is the result of `forward`. If the backward pass has already reached outputs of
+        another forward pass, `before` is the batch of that forward pass. Raises RequestError if the
+        batch is unknown, or if batches with different weights are in one backward pass.
         """
         if isinstance(batch, RequestError):
             raise batch

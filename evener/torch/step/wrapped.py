@@ -68,7 +68,7 @@ _OPTIONS = (
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
     """A model whose gradients are summed over the ranks; `module` is the model itself.
 
-    A copy of it has no exchange, so its gradients aren't summed.
+    The gradients of a copy aren't summed, because the copy has no exchange.
     """
 
     exchange: Exchange | None = None
@@ -128,8 +128,7 @@ def wrap_module(
     """Move a module to `device`, and return it in a wrapper with an exchange.
 
     `options` are keyword arguments of DistributedDataParallel, and `forward` is passed to
-    `hook_forward`. Raises RequestError if DistributedDataParallel has no such option, or only one
-    that has no equivalent here.
+    `hook_forward`. Raises RequestError for an option that this wrapper doesn't support.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
