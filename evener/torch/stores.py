@@ -62,7 +62,8 @@ def replace_rendezvous() -> None:
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers.
 
-    If the URL isn't the launch's, `original`, PyTorch's own handler, does this.
+    If `url` doesn't have the address that evener launch chose, PyTorch's own
+    handler, `original`, yields them.
     """
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
@@ -80,10 +81,10 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 
 
 def _release_other_ranks() -> None:
-    """Let evener's other ranks start, because this process now opens a store to meet them.
+    """Let evener's other ranks start, because this process now opens the store at which they meet.
 
-    Do nothing in an elastic agent that the program itself has started, which may use the same
-    address.
+    Do nothing if the call comes from an elastic agent (PyTorch's torchrun) that the program itself
+    has started, which may use the same address.
     """
     frame = inspect.currentframe()
     while frame is not None:

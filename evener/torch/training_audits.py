@@ -173,9 +173,9 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit and no difference waits to be checked again.
+        """True once ranks have compared an audit, and no difference has to be confirmed.
 
-        A difference that may come from rounding is checked in the next audits.
+        A difference that may come from rounding is confirmed by the next audits.
         """
         return self._compared and not self._doubted
 
@@ -295,7 +295,7 @@ class TrainingAudits:
             self._decide(Replayed(self._run(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect that a function passed to `after_step` computes the batch's loss, not a loop."""
+        """Expect that the loss is computed by a function passed to `after_step`, not by a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
@@ -444,7 +444,10 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or only with the padding of the whole batch."""
+        """Warn if a loss couldn't be audited, or only with parts padded like the whole batch.
+
+        In the second case, it is unknown whether other padding would change the loss.
+        """
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -482,8 +485,9 @@ class TrainingAudits:
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
         """Audit a recorded loss, which the program had multiplied by `factor` on this rank.
 
-        `counted` returns the count by which a part's mean loss is weighted; None means its rows.
-        The result has no audit if the loss can't be computed again or memory ran out.
+        `counted` returns the count by which a part's mean loss is weighted; if it is None, the
+        loss is weighted by rows. If the loss can't be computed again or memory ran out, the
+        result's `audited` is None.
         """
 
         weights = self._training.weights
@@ -544,15 +548,15 @@ class TrainingAudits:
 
     @property
     def _is_single_device(self) -> bool:
-        """True if a single device computes a batch at once, as without a plan."""
+        """True if the training run has one device, which computes each batch in one pass."""
         training = self._training
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
         """True if nothing can be audited.
 
-        This is so with one device and a single pass, if the model's ranks synchronize in each
-        pass, and if there is no model.
+        That is the case with one device and a single pass, if the model's ranks synchronize in each
+        pass, or if there is no model.
         """
         weights = self._training.weights
         return self._is_single_device or weights.equal_passes or not weights.models
@@ -669,11 +673,12 @@ class TrainingAudits:
     def make_computations(
         self, few: FewRows, compute: OfPart, counted: OfPart | None
     ) -> Computations:
-        """Return the reference computation of a few rows, and their computation by shares.
+        """Return the two computations of a few rows that an audit compares.
 
-        The reference is the gradient on one device, or on devices with equal parts, as with the
-        program's own launcher. The gradient by shares is computed on two devices, or on one if the
-        training run has only one, and in passes if the plan has passes.
+        The reference is the gradient on one device or, if the program's own launcher is
+        the reference, the mean over devices with equal parts. The other gradient is
+        computed by shares: on two devices, or on one if the training run has only one,
+        and in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -711,9 +716,9 @@ class TrainingAudits:
         """Send this rank's result to the other ranks without waiting for them, and act on it.
 
         Depending on the result, this rank warns, raises RequestError or asks for equal shares.
-        `numbers` are the numbers used in the loss, if known. If the audit found no difference and
-        `survives` is True, a pass that runs out of memory may be computed again in smaller passes
-        without another check.
+        `numbers` are the numbers used in the loss, if known. `survives` is True if the audited
+        passes may be retried in smaller passes after memory runs out. If the audit found no
+        difference, a retry then needs no further check.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
@@ -759,8 +764,8 @@ class TrainingAudits:
     def _compare_left_out(self) -> None:
         """Warn if only some ranks have left out a batch; with `strict`, raise RequestError instead.
 
-        All ranks do so in the same step. If the reference is the program's own launcher, shares
-        become equal instead.
+        If the reference is the program's own launcher, shares become equal instead. All ranks
+        do this in the same step.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -780,8 +785,8 @@ class TrainingAudits:
     def _compare_verdicts(self) -> None:
         """Read and compare the results of earlier audits that all ranks have written.
 
-        All ranks have written their results READ_AFTER steps after an audit, because no rank
-        completes the all-reduce of the step in between earlier.
+        They are read READ_AFTER steps after an audit. By then all ranks have written them, because
+        no rank completes the all-reduce of the step in between before the others take part in it.
         """
         for step, keys in list(self._published.items()):
             if self.judge.step < step + READ_AFTER:
@@ -812,7 +817,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if the differences may come from an unrecognized count of rows in the loss."""
+        """Warn if differences may only mean that a count of rows in the loss wasn't recognized."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -964,9 +969,9 @@ def make_launcher_computations(
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
     """Return the computations with gradients weighted after the backward pass instead of before it.
 
-    The program's own loops compute gradients in this order. `scale` is the number of audited rows
-    divided by the number of rows in the batch, so that a row has the same weight in a backward pass
-    as in the training run.
+    In the program's own loops, gradients are weighted after it. `scale` is the number of audited
+    rows divided by the number of rows in the batch, so that a row has the same weight in a backward
+    pass as in the training run.
     """
 
     def weigh(computation: Computation) -> Computation:

@@ -2,32 +2,33 @@
 
 An audit computes the gradient of a few rows of the current batch twice. The reference is
 computed as one device would do it. The trained gradient is computed by the path that trains: in
-parts of unequal size that are collated separately and weighted as in training. If both gradients
-are equal except for rounding, shares don't change what is learned. This module decides when to
-audit, which difference is more than rounding, what follows from it and which message is shown.
-It doesn't depend on any framework.
+parts of unequal size that are collated separately and weighted as in training. If both
+gradients are equal except for rounding, shares don't change what is learned. This module
+decides when to audit, which difference is more than rounding, what follows from it and which
+message is shown. It doesn't depend on any framework.
 
 The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
-1. It creates one `Audits` for each training. In each step, once the step's gradients are
-computed and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is
-any hashable object that changes with the program: which weights are trained, which function
-computes the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
+1. It creates one `Audits` for each training run. In each step, once the step's gradients are
+   computed and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is
+   any hashable object that changes with the program: which weights are trained, which function
+   computes the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
 2. If that returns True, it computes the gradient of some rows both ways and makes a `Sketch` of
-each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
-random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
-size is kept. Random numbers, buffers and metrics are restored. 3. `compare(reference, trained)`
-returns the largest `GradientDifference` that isn't certainly rounding; usually there is none. If
-there is one, the reference is computed again in `REPEATS` other ways that are equal except for
-rounding (each product disturbed by the precision of its type, rows in another order, more
-padding), and `compare(reference, trained, repeats)` decides. 4. For a difference it looks for
-the likeliest cause by changing one thing at a time, and names the cause by a key of `CAUSES`;
-`find_cause` has the order of the questions. 5. `audits.decide(difference)` returns what follows.
-The result is the same on every rank if all ranks pass the largest difference of any rank.
-`describe` writes the message. 6. `compare_ranks` compares the references of ranks that have
-computed the same rows. If they differ, each rank measures its rounding by repeats in the next
-step, and the comparison is repeated. `find_unequal` compares, between ranks, summaries of each
-rank's buffers and of the numbers that enter its loss.
+   each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
+   random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
+   size is kept. Random numbers, buffers and metrics are restored.
+3. `compare(reference, trained)` returns the largest `GradientDifference` that isn't certainly
+   rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
+   other ways that are equal except for rounding (each product disturbed by the precision of its
+   type, rows in another order, more padding), and `compare(reference, trained, repeats)` decides.
+4. For a difference it looks for the likeliest cause by changing one thing at a time, and names the
+   cause by a key of `CAUSES`; `find_cause` has the order of the questions.
+5. `audits.decide(difference)` returns what follows. The result is the same on every rank if all
+   ranks pass the largest difference of any rank. `describe` writes the message.
+6. `compare_ranks` compares the references of ranks that have computed the same rows. If they
+   differ, each rank measures its rounding by repeats in the next step, and the comparison is
+   repeated. `find_unequal` compares, between ranks, summaries of each rank's buffers and of the
+   numbers that enter its loss.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Sketch(msgspec.Struct):
 class GradientDifference(msgspec.Struct, frozen=True):
     """The largest difference between two gradients.
 
-    - `name` is the tensor whose gradients differ most. It is LOSS if no gradients can be computed,
-      and "" if only the losses or other results can show a difference.
+    - `name` is the tensor whose gradients differ most. It is LOSS if gradients can't be computed,
+      so that only losses are compared, and "" if the difference can't be measured in numbers.
     - `relative` is the difference relative to the gradient's size.
     - `allowed` is the maximum relative difference that rounding may cause.
     - `reference` and `trained` are the norms of both gradients, and `losses` both losses.
@@ -238,9 +239,9 @@ def compare_ranks(
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
     `every` has the sketch of each rank. The weights are the same on all ranks, so a difference
-    comes from something else that the loss uses. Ranks may be devices of several kinds, which round
-    differently. Without `noises`, a difference is therefore only a reason to measure the rounding
-    of each rank (`find_noises`). With `noises`, the results of these measurements, a difference
+    comes from something else that the loss uses, or from rounding, because ranks may have different
+    kinds of devices. Without `noises`, a difference is therefore only a reason to measure each
+    rank's rounding by `find_noises`. With `noises`, the results of these measurements, a difference
     counts if it is more than rounding causes on any rank. Return None if no difference counts.
     """
     rounding: dict[str, float] = {}
@@ -268,9 +269,10 @@ class Action(Enum):
 class Audits:
     """Decides in which steps a training run is audited, and what follows from each audit.
 
-    If a difference counts, there are three possible consequences. With `evens` (`evener run`),
-    shares are made equal for the rest of the run. With `strict`, or in the first EARLY steps, the
-    training ends with an error. Otherwise a warning is shown. After that, there are no more audits.
+    A difference that isn't rounding has one of three consequences. With `evens` (`evener
+    run`), shares are made equal for the rest of the run. With `strict`, or in the first EARLY
+    steps, the training ends with an error. Otherwise a warning is shown. After any of them,
+    there are no more audits.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:

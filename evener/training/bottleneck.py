@@ -55,9 +55,10 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return the minimum number of windows of `window_s` seconds before shares may change, 2 to 64.
+    """Return the minimum number of windows of `window_s` seconds before shares may change.
 
-    Return 0 if the host or the input is the bottleneck, because other shares wouldn't help then.
+    The result is from 2 to 64. It is 0 if the host or the input is the bottleneck, because other
+    shares wouldn't help then.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

@@ -48,9 +48,9 @@ def ask_for_processes(why: str) -> None:
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
     """Return the plan file to train with; None if neither the script nor evener launch names one.
 
-    A plan that the script names (`named`) has priority over the plan of evener
-    launch. If the script names the launched plan but devices were lost since, return
-    the plan for the remaining devices.
+    A plan that the script names (`named`) has priority over the plan of evener launch. But
+    if it is the plan that was launched and devices have been lost since, return the plan
+    for the remaining devices.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -68,8 +68,8 @@ def launched_device() -> str:
 def rendezvous_file(address: str) -> str | None:
     """Return the rendezvous file that replaces `address` (HOST:PORT) for this host's processes.
 
-    Return None if they use the port. In another launcher's run, which may use the same
-    address, the result is None too.
+    Return None if the processes meet at the port instead, or if another launcher started this
+    process, because its rendezvous may have the same address.
     """
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -85,7 +85,7 @@ def launched_run() -> str:
 def launched_records() -> Path | None:
     """Return the folder to which this process copies its last record for evener launch.
 
-    Return None if no launcher reads it.
+    Return None if evener launch hasn't set one.
     """
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None

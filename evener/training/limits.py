@@ -1,9 +1,9 @@
 """What limits the speed of a training run: parts of a step, remedies and their expected gains.
 
-Each limit takes a part of the step. A search and a training run measure these parts
-differently, and both use this module. Measured parts may overlap: for example, a host that
-is starved of cores also delays input. Overlaps are removed, so that the limits of one step
-never add up to more than the step.
+A limit is a part of the step's time that a remedy can shorten, such as waiting for input. A search
+and a training run measure these parts differently, and both use this module. Measured parts may
+overlap: for example, a host that is starved of cores also delays input. Overlaps are removed, so
+that the limits of one step never add up to more than the step.
 
 This module has no side effects.
 """
@@ -150,10 +150,11 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that a remedy can shorten.
 
-    `without_s` is the duration of a step without the part, if it was measured. Otherwise the remedy
-    is expected to shorten the step by `seconds` times `spared`. `remaining_s` isn't included in the
-    gain's interval, because it is known only for the usual remedy. A part isn't reported if its
-    gain is below 5 % once `remaining_s` is added.
+    If the duration of a step without the part was measured, it is `without_s`. Otherwise the
+    remedy is expected to shorten the step by `seconds` times `spared`. `remaining_s` is the
+    time that the usual remedy may leave or add. It isn't included in the gain's interval,
+    because it isn't known for other remedies. A part isn't reported if `remaining_s` would
+    reduce its gain to less than 5 %.
     """
 
     kind: LimitKind
@@ -172,7 +173,8 @@ def bound_error(seconds: float, step_s: float, relative: float, left: float = LE
     """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
     It is the fraction `relative` of the part, but at most the fraction `left` of the rest of the
-    step. The rest was measured too and stays when the part is gone, so it limits the error.
+    step. The rest was also measured, and it is what remains when the remedy removes the part, so
+    its error limits the part's error.
     """
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
@@ -199,11 +201,12 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps, so that their sum is at most the step.
 
-    Time in which threads get no core is subtracted from the other parts in proportion, because
-    it slows them all; only `APART` kinds keep their time. Time lost to heat, power or a
-    neighbour is subtracted from the unequal work of the same device. If the parts are still
-    longer than the step, they are shortened to fit: starved threads and `APART` kinds have
-    priority, then the largest parts.
+    - Time in which threads get no core is subtracted from the other parts in proportion, because it
+      slows them all. Only parts of the `APART` kinds keep their time.
+    - If a device was slowed by heat, power or a neighbour, that time is subtracted from the part
+      that its unequal work takes.
+    - If the parts are still longer than the step, they are shortened to fit. Starved threads and
+      `APART` kinds have priority, then the largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -232,9 +235,10 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Subtract the time lost to heat, power or a neighbour from a part that is unequal work.
+    """Return a part without the time that its device lost to heat, power or a neighbour.
 
-    Only time lost on the same device is subtracted. Other kinds of parts are returned unchanged.
+    This applies only to a part that is unequal work, whose time would otherwise include that loss.
+    Other kinds of parts are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -307,7 +311,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 def _gain(step_s: float, left_s: float) -> float:
     """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
 
-    0.5 is 50 % more. The gain is never negative, because a remedy that slows the
+    A gain of 0.5 means 50 % more. It is never negative, because a remedy that slows the
     training run needn't be applied.
     """
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)

@@ -1,4 +1,4 @@
-"""Flat buckets of gradients, and gradients that are saved while a pass may be retried."""
+"""Buckets, flat tensors in which gradients are summed, and gradients saved for a retried pass."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """A flat buffer with the gradients of some parameters, a flag for each gradient, and a tail.
+    """A flat tensor with the gradients of some parameters, a flag for each gradient, and a tail.
 
-    A flag is 1 if the parameter has a gradient. `last` is the parameter whose gradient is expected
-    last. The tail has a flag for changes of a rank's buffers; the number of the batch, with which
-    ranks check that they sum gradients of the same batch; and some weights, with which they check
+    All of these are summed over the ranks together. A flag is 1 if the parameter has a
+    gradient. `last` is the parameter whose gradient is expected last. The tail has control
+    values: a flag for changes of a rank's buffers; the number of the batch, with which ranks
+    check that they sum gradients of the same batch; and some weights, with which they check
     that the weights are the same on all ranks.
     """
 
@@ -68,8 +69,8 @@ class Bucket:
     def has_come(self, came: set[int] | None) -> bool:
         """True if all gradients of the bucket have been computed.
 
-        `came` has the ids of the parameters whose gradients have been computed. If it is None,
-        every gradient that isn't None is assumed to be computed.
+        `came` has the ids of the parameters whose gradients have been computed. If it is None, a
+        gradient counts as computed if it isn't None.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
@@ -158,9 +159,10 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Multiply the accumulated gradients by `weight`, and set them aside for the next `weigh`.
+        """Multiply the accumulated gradients by `weight`, and set them aside until `weigh`.
 
-        It is called before the weight changes, because later gradients have another weight.
+        This is necessary before the weight changes, because gradients that are computed
+        later have another weight.
         """
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
@@ -212,7 +214,7 @@ class Bucket:
     def _forget(self, place: int) -> None:
         """Clear the gradient at index `place` among those that `fold` has set aside.
 
-        It is called for gradients that the loop has cleared since.
+        It is called if the loop has cleared this parameter's gradient in the meantime.
         """
         if self._hold is not None:
             self._held_views[place].zero_()
@@ -220,8 +222,8 @@ class Bucket:
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
         """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
 
-        A flag is 1 if its parameter has a gradient and `counts` is True, else 0. `counts` is False
-        if this rank's weight is 0.
+        If `counts` is True, a flag is 1 if its parameter has a gradient. `counts` is False if this
+        rank's weight is 0; all flags are then 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -423,10 +425,10 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes while a pass runs that may have to be retried.
 
-    In a pass with `late`, the results of rows may depend on random draws or on one another, so all
-    gradients of the pass are dropped if it fails. Otherwise the gradients that a failed pass has
-    computed are complete and `final`: the retry leaves them unchanged. With `apart`, the gradients
-    of earlier passes are set aside until the pass ends.
+    If the results of rows depend on random draws or on one another (`late`), all gradients of a
+    failed pass are dropped. Otherwise the gradients that it has already computed are complete and
+    `final`, and the retry leaves them unchanged. If `apart` is True, the gradients of earlier
+    passes are set aside until the pass ends.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:

@@ -1,7 +1,8 @@
 """Collectives other than the sum of gradients, such as gathering rows and summing metrics.
 
-A rank that computes a pass in pieces would call the program's own collectives more often than other
-ranks do. To detect this, collectives that evener doesn't start itself are counted.
+If memory runs out, a rank computes a pass as several smaller ones. Collectives that the program
+itself calls in a pass would then run more often on this rank than on others. To detect this,
+collectives that evener doesn't start itself are counted.
 """
 
 from __future__ import annotations
@@ -91,15 +92,15 @@ def count_exchanges() -> dict[str, int]:
 def gather_rows(
     rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any
 ) -> torch.Tensor:
-    """Gather rows of every rank, (n_i, ...), into (N, ...) in the batch's order.
+    """Gather the ranks' tensors of shape (n_i, ...) into one of shape (N, ...), in batch order.
 
-    `sizes` has the n_i; a rank with 0 rows may pass any row. The gradient of a rank's rows is the
-    sum of the gradients from all ranks' losses, each weighted by the number of rows on its rank. It
-    is exact if every rank computes the whole batch's loss, and if each rank computes the mean over
-    its own rows. `by_loss` is True if losses are weighted already, and False if the model's
-    gradients are weighted later. The `timer` doesn't count the collectives as compute time (own
-    work). Raises RequestError if the number of rows is wrong, or if shapes or dtypes differ between
-    ranks.
+    `sizes` has the n_i; a rank with 0 rows may pass any row. The gradient of a rank's rows is
+    the sum of the gradients from all ranks' losses, each weighted by the number of rows on its
+    rank. It is exact if every rank computes the whole batch's loss, and if each rank computes
+    the mean over its own rows. `by_loss` is True if losses are weighted already, and False if
+    the model's gradients are weighted later. The `timer` doesn't count the collectives as
+    compute time (own work). Raises RequestError if the number of rows is wrong, or if shapes or
+    dtypes differ between ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(

@@ -89,15 +89,16 @@ class Exchange:
     """Sums the gradients of `module` over `group`, with this rank's gradients times `weight`.
 
     If `group` is None, all processes take part. With `single_rank`, there is no other rank: nothing
-    is summed, but the gradients of a failed pass can be undone. A backward pass through outputs
-    that were passed to `watch` ends in a sum if `sync` was True. `bucket_bytes` is the size of a
-    bucket; None lets the exchange choose it. With `broadcast_buffers`, buffers that change are
-    copied from the first rank to all ranks after each sum.
+    is summed, but the gradients of a failed pass can be undone. `bucket_bytes` is the size of a
+    bucket; if it is None, the exchange chooses it. With `broadcast_buffers`, buffers that change
+    are copied from the first rank to all ranks after each sum.
 
-    The attributes `begun`, `ready`, `sent` and `done` are callbacks. `begun` is called when a
-    backward pass reaches such outputs, with their batch and the batch of the outputs before them in
-    this backward pass; `ready` when the last gradient is computed; `sent` when all buckets have
-    been sent; `done` when the sums are complete.
+    The model's outputs are passed to `watch`. A backward pass through them ends in a sum if
+    `watch` was called with `sync`. The attributes `begun`, `ready`, `sent` and `done` are
+    callbacks. `begun` is called when a backward pass reaches watched outputs; its arguments are
+    their batch, and the batch of the outputs that the pass reached before, if any. `ready` is
+    called when the last gradient is computed, `sent` when all buckets have been sent, and `done`
+    when the sums are complete.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Exchange:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that are computed from now on.
 
-        Gradients that still wait for a sum keep the earlier weight.
+        Gradients that were computed before, but aren't summed yet, keep the earlier weight.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -218,10 +219,10 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by the parameters' gradients if outputs hide their tensors.
+        """Detect backward passes by the parameters' gradients; for outputs that hide their tensors.
 
-        A backward pass is assumed to start with the first gradient. `sync` and `batch` have the
-        same meaning as in `watch`.
+        Such outputs are objects of an unknown class. A backward pass is assumed to start with the
+        first gradient. `sync` and `batch` have the same meaning as in `watch`.
         """
         reference = weakref.ref(self)
 
@@ -247,10 +248,10 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record the order of gradients, if they are needed.
+        """Register hooks that record the order in which gradients are computed, if they are needed.
 
-        They aren't needed if the order is known and no parameter has a gradient yet, because then a
-        gradient that isn't None was computed in this backward pass.
+        They aren't needed if this order is known and no parameter has a gradient yet: any gradient
+        that isn't None was then computed in this backward pass.
         """
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
@@ -315,9 +316,10 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send complete buckets, always in the same order, which is the same on all ranks.
+        """Send the complete buckets, in an order that is the same on all ranks.
 
-        If an earlier model in the backward pass still has buckets to send, no bucket is sent now.
+        If another model that began earlier in this backward pass still has
+        buckets to send, send none.
         """
         for other in _open:
             if other is self:
@@ -344,11 +346,11 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the tail: whether buffers have changed, and in one of EVERY sums a few weights.
+        """Write the tail of a bucket: whether buffers have changed, and sometimes a few weights.
 
-        Ranks compare these weights in the sum: the first rank multiplies its weights by the number
-        of other ranks, and the others by -1, so equal weights add up to 0. The tail also has the
-        sum of their magnitudes.
+        Weights are included in one of EVERY sums, so that ranks can compare them. The first rank
+        multiplies its weights by the number of other ranks, and the others by -1, so equal weights
+        add up to 0 in the sum. The tail also has the sum of their magnitudes.
         """
         if self._compares:
             self._common.add_changes(tail[:1])
@@ -482,7 +484,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """End the backward pass with the number `task`.
+    """Finish the backward pass with the number `task` for all models in it.
 
     All models send their remaining buckets before any model waits for its sum.
     """

@@ -34,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A process with one device and one rank, which measures the links to other ranks."""
+    """A process with one device and one rank, which measures its link to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank

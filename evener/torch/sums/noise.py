@@ -32,9 +32,10 @@ class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
     The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
-    sampled. `begin` is called for each batch with each rank's number of rows (empty if unknown) and
-    the number of weight updates. `note` is called with the batch of a backward pass if that batch
-    is known, because a loop may fetch a batch before it has trained the previous one.
+    sampled. `begin` is called for each batch, with each rank's number of rows (empty if
+    unknown) and the number of weight updates. A loop may fetch a batch before it has trained
+    the previous one. Therefore `note` is also called in each backward pass, with the batch that
+    it belongs to, if that batch is known.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -55,7 +56,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch: save its sizes, and queue the sample of the batch before it for reading.
+        """Begin a batch: save its sizes; the previous batch's sample can be read from now on.
 
         `sizes` has each rank's number of rows, or is empty if unknown. `updates` is the number of
         weight updates before this batch.
@@ -142,11 +143,11 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return each rank's number of rows, for every batch that the gradients belong to."""
+        """Return each rank's number of rows in each batch that the current gradients come from."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return each rank's number of rows in all batches that contribute to the next sum."""
+        """Return each rank's number of rows in the next sum, added up over the sum's batches."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
