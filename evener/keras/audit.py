@@ -222,7 +222,7 @@ class StepAudit:
             steps = None if rows is None else self._if_all(self._trace(rows, signature))
             finding = None
             if steps is not None:
-                finding = self._find_failure(steps[0], rows, batch, signature)
+                finding, rows = self._find_failure(steps[0], rows, batch, signature)
                 if self._all(finding is None and not self._fails):
                     finding = self._compare(steps, rows, signature)
         finding = self._share(finding)
@@ -266,7 +266,7 @@ class StepAudit:
             steps = None if rows is None else self._if_all(self._trace_tests(rows))
             finding = None
             if steps is not None:
-                finding = self._find_failure(steps[0], rows, batch, "test")
+                finding, rows = self._find_failure(steps[0], rows, batch, "test")
                 if self._all(finding is None and not self._fails):
                     finding = self._compare_tests(steps, rows)
         finding = self._share(finding)
@@ -390,31 +390,35 @@ class StepAudit:
 
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
-    ) -> Finding | None:
+    ) -> tuple[Finding | None, Tensors]:
         """Check whether the result for a row depends on the other rows of its batch.
 
         `rows` are a few rows of `batch`, and `plain` is Keras' own step. Return a finding if some
         rows can't be computed without the rest of the batch, or have different outputs without
-        it. If the whole batch can't be computed either, return None, because the training step
-        will raise the error itself.
+        it. If the whole batch can't be computed either, there is no finding, because the training
+        step will raise the error itself.
+
+        The second result is the rows to compare: `rows`, or the whole batch if the engine computes
+        the loss of the whole batch and that loss can't be computed for fewer rows.
         """
         self._fails = False
-        count = int(count_rows(rows))
+        count, whole = int(count_rows(rows)), self._count_batch(batch)
         error = self._try(plain, rows)
         if isinstance(error, Exception):
-            whole = self._count_batch(batch)
-            if count < whole and self._needs_all_rows(plain, batch, error):
-                return self._find_incomplete(f"{count} of a batch's {whole} rows", error)
-            self._fails = True
-            self._warn_once(f"the step can't be run: {first_line(error)}")
-            return None
+            if count == whole or not self._needs_all_rows(plain, batch, error):
+                self._fails = True
+                self._warn_once(f"the step can't be run: {first_line(error)}")
+                return None, rows
+            if self._engine.judges_parts(self._trains):
+                return self._find_incomplete(f"{count} of a batch's {whole} rows", error), rows
+            rows, count = read_triple(batch), whole
         if signature in self._varied or self._mixes_rows(signature):
-            return None
+            return None, rows
         for few in self._list_own_passes(rows):
-            error = self._try(plain, few)
+            error = self._try_part(plain, few)
             if isinstance(error, Exception):
-                return self._find_incomplete(f"{count_rows(few)} of {count} rows", error)
-        return self._compare_outputs(plain, rows)
+                return self._find_incomplete(f"{count_rows(few)} of {count} rows", error), rows
+        return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
         """True if the step may mix rows, because the user overrides it.
@@ -431,11 +435,14 @@ class StepAudit:
         """
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
-        whole = plain.run(cut_rows(rows, 0, few), self._list_seeds()).outputs
+        together = self._try_part(plain, cut_rows(rows, 0, few))
+        if isinstance(together, Exception):
+            return self._find_incomplete(f"{few} of {count_rows(rows)} rows", together)
+        whole = together.outputs
         if few < 2 or not all(len(each) == few for each in whole):
             return None
         for start, stop in ((0, first), (first, few), *pairwise(range(few + 1))):
-            part = self._try(plain, cut_rows(rows, start, stop))
+            part = self._try_part(plain, cut_rows(rows, start, stop))
             if isinstance(part, Exception):
                 if stop - start > 1:
                     return self._find_incomplete(f"{stop - start} of {few} rows", part)
@@ -495,6 +502,22 @@ class StepAudit:
             return step.run(rows, self._list_seeds())
         except Exception as error:  # whatever the user's program raises
             return error
+
+    def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
+        """Return the result of Keras' own step on a part of the audited rows, or its exception.
+
+        If the engine computes the loss of the whole batch, parts needn't have a loss: where Keras'
+        own step fails, return the result of the model's call alone.
+        """
+        result = self._try(plain, rows)
+        if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
+            return result
+        spec = tf.nest.map_structure(open_rows, rows)
+        try:
+            call = self._plain.trace_call(spec, self._trains)
+        except Exception as error:  # whatever the user's program raises
+            return error
+        return self._try(call, rows)
 
     def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
         """Compare Keras' own step and the engine's on these rows; return the first finding, if any.

@@ -25,7 +25,7 @@ from .compatibility import all_layers
 from .decisions import Margins, Shifts, list_decisions, read_margin
 from .equal_draws import draws_alike
 from .instances import replaced
-from .keras_step import Tensors, calls_of_steps
+from .keras_step import Tensors, call_model, calls_of_steps
 from .passes import SEED_NAME, is_seed
 
 DRAWING = (
@@ -236,7 +236,7 @@ class PlainSteps:
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
         self._device = device
-        self._traced: dict[tuple[bool, str], TracedStep | Exception] = {}
+        self._traced: dict[tuple[bool, str, bool], TracedStep | Exception] = {}
 
     def clear(self, training: bool) -> None:
         """Discard the traced training steps, or the test steps if `training` is False."""
@@ -247,24 +247,45 @@ class PlainSteps:
 
         Errors that the user's program raises while it is traced are raised again, in each call.
         """
-        key = training, repr(spec)
+        kind = type(self._model)
+        own = functools.partial(kind.train_step if training else kind.test_step, self._model)
+        return self._find((training, repr(spec), False), own, spec)
+
+    def trace_call(self, spec: Tensors, training: bool) -> TracedStep:
+        """Return the graph of the model's call alone, without its loss and metrics.
+
+        It takes batches (x, y, weight) of the type `spec`. Errors are raised as by `trace`.
+        """
+        call = functools.partial(_call_without_loss, self._model, training)
+        without_loss = replaced(self._model, "_compute_loss", lambda **_: tf.zeros([]))
+        with without_loss:
+            return self._find((training, repr(spec), True), call, spec)
+
+    def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
+        """Return the graph of `step`, which is traced if no graph is known by `key`."""
         if key not in self._traced:
-            self._traced[key] = self._trace(spec, training)
+            self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _trace(self, spec: Tensors, training: bool) -> TracedStep | Exception:
-        model = self._model
-        own = type(model).train_step if training else type(model).test_step
+    def _trace(self, step: Any, spec: Tensors, training: bool) -> TracedStep | Exception:
         try:
             with tf.device(self._device):
-                return TracedStep(
-                    model, functools.partial(own, model), spec, shifted=training, plain=True
-                )
+                return TracedStep(self._model, step, spec, shifted=training, plain=True)
         except Exception as error:  # any error of the user's program
             return error
+
+
+def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
+    """Call the model on the rows of `data`, as Keras' own step does, and return no logs.
+
+    The call's results reach a `TracedStep` through the model's `_compute_loss`.
+    """
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    model._compute_loss(y_pred=call_model(model, x, training))
+    return {}
 
 
 LATE = 1_000_000  # a late step, by which everything that grows with the steps has grown

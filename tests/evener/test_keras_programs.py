@@ -32,6 +32,7 @@ SAMPLES = {
         "own counter: calls": EXACT,
         "own counter: rows": OTHER_STATE,
         "own metric in compute_loss": EXACT,
+        "own weights of pictures": EXACT,
         "own state of a loss": EXACT,
         "own scale of rows": EXACT,
         "own saturated outputs": EXACT,
