@@ -91,7 +91,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
                 f"{_where(source, 'device', i, data['device'][i])} needs less memory for a "
                 f"sample than"
                 f" `shards.state_mib`, {file.shards.state_mib:g}.",
-                "The state is a part of each device's own memory figures.",
+                "The state is a part of the memory that each device is given.",
             )
     return machine
 

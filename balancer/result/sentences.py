@@ -647,7 +647,7 @@ def _write_why_not(one: Rival) -> str:
         return f"; {ALTERNATELY}, the plan is {percent(one.gain or 0.0, 1)} faster"
     if one.why_not == "tie":
         return "; the plan is simpler"
-    return ", before the plan was measured again: figures of different times differ by as much"
+    return ", before the plan was measured again: rates of different times differ by as much"
 
 
 def _write_batches(one: Rival) -> str:
@@ -1028,11 +1028,11 @@ def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --bu
             f"and measure again."
         ),
         "throttled": (
-            f"Some steps were held back (by {percent(value)}), perhaps by {heat}. The figures and "
+            f"Some steps were held back (by {percent(value)}), perhaps by {heat}. The rates and "
             f"shares hold while that lasts; if it passes, measure again. evener monitor shows it."
         ),
         "capped": (
-            f"A device ran at its power limit for {percent(value)} of the time: the figure holds "
+            f"A device ran at its power limit for {percent(value)} of the time: the rate holds "
             f"for this limit."
         ),
         "drift": (
@@ -1130,7 +1130,7 @@ def write_end(verdict: Verdict, words: str) -> str:
         return words
     tied = [one for one in verdict.rivals if one.tie][:MOST_NAMED]
     if not tied:
-        return "More turns within the budget would not make the figures surer."
+        return "More turns within the budget would not make the rates more certain."
     names = join_words([f"{one.name} ({_write_batches(one)})" for one in tied])
     tie = "ties" if len(tied) == 1 else "tie"
     return f"{names} {tie} with the plan: more turns within the budget would not tell them apart."

@@ -43,10 +43,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
         case Stage.KNOBS:
             return "Measures the winner with other knobs, in turns."
         case Stage.CHECK:
-            return (
-                "Measures the chosen layout again: the figure that it won by is likely to be too "
-                "high."
-            )
+            return "Measures the chosen layout again: the rate that it won by is probably too high."
     if running == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."

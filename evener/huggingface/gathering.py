@@ -145,9 +145,9 @@ class Gathering:
 
         return put_back
 
-    def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """Return the sums over all ranks of the tensor `figures` of shape (n,), on its device."""
-        sums: torch.Tensor = self._gather(figures[None]).sum(0)
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums over all ranks of the tensor `values` of shape (n,), on its device."""
+        sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 
     def gather(self, data: Any) -> Any:
@@ -215,11 +215,11 @@ class Gathering:
         are included only in the pass's last piece.
         """
         gather = self._gather if self._ends else lambda own: own
-        figures = [figure for figure, _ in pieces]
-        if figures[0].ndim:
-            gathered = self._gather_rows(figures) if self._ends else figures[-1]
+        values = [value for value, _ in pieces]
+        if values[0].ndim:
+            gathered = self._gather_rows(values) if self._ends else values[-1]
         else:
-            gathered = _gather_figure(figures, [rows for _, rows in pieces], gather)
+            gathered = _gather_scalar(values, [rows for _, rows in pieces], gather)
         if self._ends:
             self._gathered_calls.append(gathered)
         return gathered
@@ -236,25 +236,25 @@ class Gathering:
         return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])
 
 
-def _gather_figure(
-    figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
+def _gather_scalar(
+    values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
     """Return each rank's mean of a scalar metric, weighted by rows, with the sums as PassValues.
 
-    `figures` are this rank's values, one per piece of a pass, computed from `rows` rows. `gather`
+    `values` are this rank's values, one per piece of a pass, computed from `rows` rows. `gather`
     collects tensors from all ranks. Ranks without rows are left out.
     """
-    own = torch.stack(figures).double()
+    own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
     every = gather(torch.stack([mean, own.sum(), count.sum()])[None])
     counted = every[every[:, 2] > 0]
-    means, sums = (counted[:, place].to(figures[0].dtype) for place in (0, 1))
+    means, sums = (counted[:, place].to(values[0].dtype) for place in (0, 1))
     return _weighted(means, sums, counted[:, 2])
 
 
-def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> PassValues:
-    made: PassValues = figures.as_subclass(PassValues)
+def _weighted(values: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> PassValues:
+    made: PassValues = values.as_subclass(PassValues)
     made.rows, made.sums = rows, sums
     return made
 

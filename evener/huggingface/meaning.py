@@ -99,7 +99,7 @@ def find_loss(
     if gathering.calls > calls and len(set(passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
-            f"{name} gathers figures while it computes a loss, and ranks have different numbers of"
+            f"{name} gathers values while it computes a loss, and ranks have different numbers of"
             " passes.",
             "Gather them in a callback, or make a plan without passes (evener balance --micro"
             " off).",
@@ -197,7 +197,7 @@ class LossFinder:
                 )
             if not self._agree(own, shifted):
                 raise RequestError(
-                    "The loss depends on figures that it gathers over the ranks, and passes gather"
+                    "The loss depends on values that it gathers over the ranks, and passes gather"
                     " them of fewer rows.",
                     "Make a plan without passes (evener balance --micro off).",
                 )

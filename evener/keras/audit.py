@@ -683,13 +683,13 @@ class StepAudit:
 
     def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
         """Warn about each logged value that differs between two results whose gradients agree."""
-        for name, one in reference.figures.items():
-            other = trained.figures.get(name, one)
+        for name, one in reference.logs.items():
+            other = trained.logs.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
             if differs and name != "loss" and name not in self._warned:
                 self._warned.add(name)
                 warn(
-                    f"The figure {name!r} of the same rows is {one:.6g} on one device and"
+                    f"The metric {name!r} of the same rows is {one:.6g} on one device and"
                     f" {other:.6g} by shares; what is learned is the same. Give a metric the"
                     f" rows, not their mean."
                 )
@@ -781,7 +781,7 @@ class StepAudit:
             difference = compare(one.gradients, other.gradients)
             if difference is not None:
                 said = (
-                    f"{self._moment}, {place} decides by a figure that is another one"
+                    f"{self._moment}, {place} decides by a value that is another one"
                     f" for parts of {self._name_parts(rows)} of the rows than for all at once, so"
                     f" parts may decide otherwise, now or later: the gradient of {difference.name}"
                     f" then differs by {difference.relative:.2g} of its size."
@@ -807,8 +807,8 @@ class StepAudit:
         gathered = self._group.sum_now(sent)
         every = [
             {
-                f"{place} {each.name}": tuple(float(n) for n in figures[other])
-                for place, (each, figures) in enumerate(zip(chosen, gathered, strict=True))
+                f"{place} {each.name}": tuple(float(n) for n in values[other])
+                for place, (each, values) in enumerate(zip(chosen, gathered, strict=True))
             }
             for other in range(size)
         ]

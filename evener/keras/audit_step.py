@@ -51,12 +51,12 @@ class StepCall(NamedTuple):
 class StepResult(NamedTuple):
     """The results of a step on some rows.
 
-    `figures` are the logged scalars by name. `states` are the values of the variables
+    `logs` are the logged scalars by name. `states` are the values of the variables
     that the step assigned, by key.
     """
 
     gradients: Sketch
-    figures: dict[str, float]
+    logs: dict[str, float]
     states: Values
     margins: Margins  # margins of the step's decisions
     outputs: list[Any]  # outputs of the model, each reduced to random sums of its rows
@@ -144,12 +144,12 @@ class TracedStep:
             for key, value in given.items():
                 self.variables[key].assign(value)
             with _not_rewritten():
-                sums, figures, margins, outputs, call = self._graph(data, tf.constant(SEED))
+                sums, logs, margins, outputs, call = self._graph(data, tf.constant(SEED))
             states = {key: self.variables[key].read() for key in self.assigned}
         finally:
             for variable, value in before:
                 variable.assign(value)
-        numbers = _read_figures(figures)
+        numbers = _read_scalars(logs)
         sketch = Sketch({}, {}, numbers.get("loss", float("nan")))
         for name, each in zip(self._kinds, sums.numpy().tolist(), strict=True):
             sketch.add(name, self._kinds[name], each)
@@ -179,7 +179,7 @@ class TracedStep:
         applies = replaced(self._model.optimizer, "apply_gradients", found.extend)
         with applies, self._noting(calls):
             self._model.reset_metrics()
-            figures = self._step(keras.utils.pack_x_y_sample_weight(*data))
+            logs = self._step(keras.utils.pack_x_y_sample_weight(*data))
         names, half = _name_weights(self._model), computes_in_half(self._model)
         self._kinds.clear()
         reached = [(each, variable) for each, variable in found if each is not None]
@@ -193,7 +193,7 @@ class TracedStep:
         outputs = [_sum_rows(each, seed) for each in leaves if _has_rows(each)]
         if not all(tf.is_tensor(each) for each in leaves):
             call = None
-        return sums, figures, margins, outputs, call
+        return sums, logs, margins, outputs, call
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
@@ -441,9 +441,9 @@ def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
 
-def _read_figures(figures: Any) -> dict[str, float]:
+def _read_scalars(logs: Any) -> dict[str, float]:
     """Return the scalars in a step's logs by name."""
-    found = figures.items() if isinstance(figures, dict) else ()
+    found = logs.items() if isinstance(logs, dict) else ()
     pairs = [(name, tf.convert_to_tensor(each)) for name, each in found]
     return {name: float(each) for name, each in pairs if each.shape.rank == 0}
 

@@ -135,12 +135,12 @@ def _may_stop(callback: Any) -> bool:
     return not known and any(own)
 
 
-def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool:
+def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
     """Update a ModelCheckpoint's best value, but return False so that the callback writes no file.
 
     `judge` is the callback's method that decides whether to save.
     """
-    judge(*figures, **named)
+    judge(*values, **named)
     return False
 
 

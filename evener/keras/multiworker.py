@@ -459,8 +459,8 @@ class Workers:
         began, ready = times
         labels = 0 if digest is None else digest.labels
         inputs = 0 if digest is None else digest.inputs
-        figures = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
-        last = tf.concat(figures, 0)  # summed separately, because it waits for a clock
+        spread = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
+        last = tf.concat(spread, 0)  # summed separately, because it waits for a clock
         sums: list[Any]
         *sums, last = self.group.sum([*tensors, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
@@ -673,9 +673,9 @@ def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
                 f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out."
             )
         counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't count
-        figures = (tf.ones_like(inputs), inputs, tf.square(inputs))
+        moments = (tf.ones_like(inputs), inputs, tf.square(inputs))
         rows, total, squares = sum_all(
-            *(counts * tf.reduce_sum(each, layer._reduction_axes) for each in figures)
+            *(counts * tf.reduce_sum(each, layer._reduction_axes) for each in moments)
         )
         mean = total / rows
         return mean, tf.maximum(squares / rows - tf.square(mean), 0.0)

@@ -121,8 +121,8 @@ class WorkTimes:
         process's last gradient until it had all sums.
         """
         with tf.device(HOST):
-            figures = tf.stack([tf.cast(rows, tf.float64), met_s])
-            row = tf.concat([figures, tf.cast(own_works, tf.float64)], 0)
+            own = tf.stack([tf.cast(rows, tf.float64), met_s])
+            row = tf.concat([own, tf.cast(own_works, tf.float64)], 0)
             place = self._count.read_value() % KEPT_STEPS
             self._kept.scatter_update(tf.IndexedSlices(row, place))
             self._count.assign_add(1)

@@ -229,7 +229,7 @@ def describe_summary(summary: TrainingSummary) -> list[str]:
     """
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
-        few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
+        few = f"{steps} after the first ones, too few to say more: {FEWEST_STEPS} are needed"
         return [few, *_describe_ranks(summary), *_describe_record(summary)]
     lines = [_describe_speed(summary), _describe_limits(summary), _describe_remedies(summary)]
     return [*filter(None, lines), *_describe_ranks(summary), *_describe_record(summary)]

@@ -347,8 +347,8 @@ def cut_curve(curve: Curve, batch: int) -> Knots:
     )
 
 
-def _round(figure: float) -> float:
-    return float(f"{figure:.6g}")
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _check_ratios_of_rows(layout: PlanLayout, where: str) -> None:

@@ -258,7 +258,7 @@ class Guard(Recorder):
         if isinstance(record, str):
             return record
         if record.reads:
-            return "its loss is computed with a figure that the program has read from a tensor"
+            return "its loss is computed with a number that the program has read from a tensor"
         self.numbers = tuple(each.value for each in record.numbers)
         return record
 

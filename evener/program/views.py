@@ -24,7 +24,7 @@ CLIPPED = (
     "depends on the shares"
 )
 EXCHANGED = (
-    "the program exchanges figures between its ranks itself; an average of ranks' mean losses "
+    "the program exchanges values between its ranks itself; an average of ranks' mean losses "
     "now differs slightly, and"
     " so does whatever depends on it"
 )

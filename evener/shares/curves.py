@@ -76,8 +76,8 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Coefficients read from a plan may have been edited.
         """
-        figures = (self.fixed_s, self.per_token_s, self.per_token_length_s)
-        return all(math.isfinite(each) and each >= 0 for each in figures) and any(figures)
+        coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
+        return all(math.isfinite(each) and each >= 0 for each in coefficients) and any(coefficients)
 
 
 class RankCost(msgspec.Struct, frozen=True):

@@ -122,10 +122,10 @@ class Rebalancing:
         self._window += sizes == self._training.ranks.batches
         if self._window >= self._window_steps:
             self._window = 0
-            figures = self._summarize()
-            self._windows[self._step] = figures.own_work_s, self._limit
+            metrics = self._summarize()
+            self._windows[self._step] = metrics.own_work_s, self._limit
             if len(self._windows) == EXCHANGED_WINDOWS:
-                self._exchange = self._begin_exchange(figures)
+                self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current shares, and the shares of the plan to recognize it by on resuming."""
@@ -205,17 +205,17 @@ class Rebalancing:
         """True if a share may be divided into any number of passes."""
         return not self.passes and not self._training.weights.computes_at_once
 
-    def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:
+    def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
         A rank's measurements are the compute time (own work) and the pass limit of each window, the
-        metrics of the last window (`figures`), the rows that fit in memory in a single pass and in
+        metrics of the last window (`metrics`), the rows that fit in memory in a single pass and in
         each of several passes, and the number of batches drawn ahead. Each rank sends zeros in the
         positions of the other ranks. Return the handle of the all-reduce and its tensor.
         """
         own = [
-            *(figure for window in self._windows.values() for figure in window),
-            *(UNKNOWN if math.isnan(each) else each for each in figures),
+            *(value for window in self._windows.values() for value in window),
+            *(UNKNOWN if math.isnan(each) else each for each in metrics),
             self._rows_that_fit(),
             self._rows_of_several_passes(),
             self._training.ahead,
@@ -235,15 +235,15 @@ class Rebalancing:
         length = len(exchanged) // self._planned.world
         every = [part.tolist() for part in exchanged.split(length)]
         windows = 2 * len(ends)
-        figures = [_read_figures(each[windows:-3]) for each in every]
+        metrics = [_read_metrics(each[windows:-3]) for each in every]
         fits, passes_fit = ([int(each[place]) for each in every] for place in (-3, -2))
         batches = int(max(each[-1] for each in every))
-        step_s = max(each.step_s for each in figures)
+        step_s = max(each.step_s for each in metrics)
         window_s = self._window_steps * step_s
         self._window_steps = int(
             min(max(FEWEST_STEPS, WINDOW_SECONDS / max(step_s, 1e-6)), MOST_STEPS)
         )
-        fewest = self._fewest = fewest_windows(find_bottleneck(figures), window_s)
+        fewest = self._fewest = fewest_windows(find_bottleneck(metrics), window_s)
         for place, end in enumerate(ends):
             own_work_s = [each[2 * place] for each in every]
             limits = [int(each[2 * place + 1]) for each in every]
@@ -313,6 +313,6 @@ class Rebalancing:
         self._windows.clear()
 
 
-def _read_figures(exchanged: Sequence[float]) -> RankTimes:
+def _read_metrics(exchanged: Sequence[float]) -> RankTimes:
     """Return a rank's metrics, with NaN for values that were sent as UNKNOWN."""
     return RankTimes(*(math.nan if each == UNKNOWN else each for each in exchanged))

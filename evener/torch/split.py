@@ -418,8 +418,8 @@ class Split(PlannedTraining):
         The result is a tensor if `value` is a tensor with dimensions, and a float otherwise.
         """
         self.weights.refuse_in_parts("total")
-        figure = self.add_up(value)
-        return figure if figure.ndim else float(figure)
+        total = self.add_up(value)
+        return total if total.ndim else float(total)
 
     def close(self) -> None:
         """Stop reporting and leave the process group; without this call, both happen at exit."""

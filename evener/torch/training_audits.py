@@ -471,7 +471,7 @@ class TrainingAudits:
         message.
         """
         if count_foreign() != self._met_before:
-            return "its ranks exchange figures before its backward pass"
+            return "its ranks exchange values before its backward pass"
         record = recorder.trace(loss)
         if isinstance(record, str):
             return record

@@ -492,8 +492,8 @@ def find_unequal(
         lines = [each[name] for each in every]
         if len({len(line) for line in lines}) > 1:
             return name, float(len(lines[0])), float(len(lines[-1]))
-        for figures in zip(*lines, strict=True):
-            low, high = min(figures), max(figures)
+        for values in zip(*lines, strict=True):
+            low, high = min(values), max(values)
             if high - low > near * max(abs(low), abs(high)):
                 return name, low, high
     return None

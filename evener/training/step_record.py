@@ -159,11 +159,11 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
     and the rest of a step's time unchanged. Return None if a rank's compute time is unknown.
     """
     now, then = [], []
-    for rank, figures in enumerate(last):
-        if figures.own_work_s <= 0:
+    for rank, metrics in enumerate(last):
+        if metrics.own_work_s <= 0:
             return None
-        now.append(figures.own_work_s)
-        then.append(figures.own_work_s * first[0].shares[rank] / figures.shares[rank])
+        now.append(metrics.own_work_s)
+        then.append(metrics.own_work_s * first[0].shares[rank] / metrics.shares[rank])
     rest = max(0.0, last[0].step_s - max(now))
     return (max(then) + rest) / (max(now) + rest) - 1
 

@@ -69,7 +69,7 @@ REFUSED = {
     "a plan and ratios": "the plan has its own ratios",
     "no plan": "start the script with evener launch",
     "experts in passes": "output_router_logits=False",
-    "a gathered baseline in passes": "The loss depends on figures that it gathers",
+    "a gathered baseline in passes": "The loss depends on values that it gathers",
     "several GPUs": "torchrun --nproc-per-node 2",
     "a wrapped model": "in DistributedDataParallel already",
     "DeepSpeed": "Use DistributedDataParallel or FSDP2",

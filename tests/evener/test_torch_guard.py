@@ -155,7 +155,7 @@ OTHER: dict[str, tuple[Body, str]] = {
     "contrastive": (contrastive, "isn't a mean over rows"),
     "mined": (mined, "can't be followed"),
     "read as rows": (read_as_rows, "rows that aren't tensors of its batch"),
-    "read back": (read_back, "a figure that the program has read"),
+    "read back": (read_back, "a number that the program has read"),
     "another batch": (
         lambda model, _, __: functional.cross_entropy(
             model(torch.randn(ROWS, 5)), torch.arange(ROWS) % 3

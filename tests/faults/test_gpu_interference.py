@@ -154,7 +154,7 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
     assert doubts(seen).get("throttled", (0.0, -1))[1] == -1
     assert isinstance(seen, Timed)
     (said,) = [one for one in describe_doubts(seen.warnings, bench.devices) if one.code == "capped"]
-    assert "the figure holds for this limit" in write_doubt(said, True)
+    assert "the rate holds for this limit" in write_doubt(said, True)
 
 
 def test_work_that_lower_clocks_lost_is_told_by_its_reason(nvml: Any) -> None:

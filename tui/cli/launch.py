@@ -63,7 +63,7 @@ RestartsOption = Annotated[
 SummaryOption = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print the figures at the end as one JSON object on standard output."
+        "--json", help="Print the results at the end as one JSON object on standard output."
     ),
 ]
 

@@ -214,7 +214,7 @@ def _curves(report: ReportData) -> str:
         "worth, in small batches (dash-dotted)",
     )
     tables = table + (_table(head, worth, range(3)) if worth else "")
-    return f"<details><summary>The figures of the curves</summary>{tables}</details>"
+    return f"<details><summary>The values of the curves</summary>{tables}</details>"
 
 
 def _ranking(report: ReportData) -> str:

@@ -95,7 +95,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
     for line, dashes in ((fast, "8 4"), (worth, "8 3 2 3")):
         if line:
             parts.append(_path(axes, line, f'stroke="currentColor" stroke-dasharray="{dashes}"'))
-    label = "Samples/s of each device alone against its batch; a table of its figures is below"
+    label = "Samples/s of each device alone against its batch; a table of its values is below"
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}">{"".join(parts)}</svg>'
     )

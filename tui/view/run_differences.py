@@ -144,5 +144,5 @@ def _last_part(text: str, cells: int) -> str:
 def _warn(found: list[ComparedFact], width: int) -> Iterator[Line]:
     others = [each.name for each in found if each.name in ("workload", "devices") and each.differs]
     if others:
-        text = f"{Mark.ALARM} Other {' and '.join(others)}: the figures don't compare the plans."
+        text = f"{Mark.ALARM} Other {' and '.join(others)}: the rates don't compare the plans."
         yield from text_lines(text, width, 2, "warn")

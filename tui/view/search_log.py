@@ -28,7 +28,7 @@ REASONS: dict[Stage, str] = {
     "them.",
     Stage.PACK: "Several trainings side by side on one device.",
     Stage.KNOBS: "The winner with another precision or compiler.",
-    Stage.CHECK: "The chosen layout once more: this figure had no part in choosing it.",
+    Stage.CHECK: "The chosen layout once more: this rate had no part in choosing it.",
 }
 
 

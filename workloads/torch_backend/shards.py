@@ -86,8 +86,8 @@ class RecipeShards:
         state, that a step frees before its forward pass; and the bytes outside of PyTorch's
         allocator.
         """
-        figures = (self._state, self._gathered, self._step, self._parameters, self._trained)
-        return " ".join(map(str, (*figures, self._gradients, self._beside)))
+        sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
+        return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and an optimizer step's temporary bytes.

@@ -398,14 +398,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
             return []
-        figures: list[float] = []
+        numbers: list[float] = []
         if is_arithmetic(entry.function):
             plain = [each for each in arguments if isinstance(each, int | float)]
-            figures += [float(each) for each in plain if not isinstance(each, RowNumber)]
+            numbers += [float(each) for each in plain if not isinstance(each, RowNumber)]
         for each in arguments:
             if isinstance(each, torch.Tensor) and self._is_given(each):
-                figures += _sum_up(each)
-        return [Number(each, entry.place) for each in figures]
+                numbers += _sum_up(each)
+        return [Number(each, entry.place) for each in numbers]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor that was created before the batch, such as task weights.

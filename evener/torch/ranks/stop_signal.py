@@ -74,9 +74,9 @@ class StopSignal:
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))
         # the maximum of both: any rank's signal counts, and the rank with the fewest steps decides
-        figures = torch.tensor([float(self._received), -float(steps)], dtype=torch.float64)
+        votes = torch.tensor([float(self._received), -float(steps)], dtype=torch.float64)
         with own_collectives():
-            dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._group)
-        self._agreed = bool(figures[0])
-        self._steps_between = self._steps_left = int(-figures[1])
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        self._agreed = bool(votes[0])
+        self._steps_between = self._steps_left = int(-votes[1])
         self._checked_at = now

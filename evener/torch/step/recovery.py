@@ -232,7 +232,7 @@ class Recovery:
             f"torch.distributed or in a layer:"
             " they would wait for each other.",
             (
-                "Gather figures after the step, or make a plan with smaller passes: evener "
+                "Gather values after the step, or make a plan with smaller passes: evener "
                 "balance --micro."
             ),
         )

@@ -296,9 +296,9 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 class HostCopy:
     """An asynchronous copy of the values of a tensor from its device to the host."""
 
-    def __init__(self, figures: torch.Tensor) -> None:
-        self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
-        self._event = torch.cuda.Event() if figures.is_cuda else None
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        self._event = torch.cuda.Event() if values.is_cuda else None
         if self._event is not None:
             self._event.record()
 
@@ -310,7 +310,7 @@ class HostCopy:
         """Wait until the copy is complete, and return the values."""
         if self._event is not None:
             self._event.synchronize()
-        return list(self._figures.tolist())
+        return list(self._values.tolist())
 
 
 class TailReader:
@@ -343,7 +343,7 @@ class TailReader:
                 "The ranks' weights aren't the same any more: a rank has changed its own by "
                 "what the others don't have,"
                 " such as a rate that follows the loss of its rows, or random numbers.",
-                "Decide by figures that all ranks have, as of split.mean(loss), and draw what "
+                "Decide by values that all ranks have, as of split.mean(loss), and draw what "
                 "changes weights from a"
                 " torch.Generator that has the same seed on every rank.",
             )

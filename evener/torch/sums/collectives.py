@@ -52,7 +52,7 @@ class CollectiveError(RequestError):
 
 
 USES_COLLECTIVES = (
-    "its ranks exchange figures while its loss is computed, and by shares they would be those of"
+    "its ranks exchange values while its loss is computed, and by shares they would be those of"
     " different numbers of rows"
 )
 COLLECTIVES_REMEDY = (
@@ -72,7 +72,7 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
         if count_foreign() != before:
             raise CollectiveError(
                 "The loss communicates with other ranks, by torch.distributed or in a layer.",
-                "Gather figures after the step.",
+                "Gather values after the step.",
             )
         return result
 
@@ -122,13 +122,13 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
     `value` is a number or a tensor. The result is int64 for an integer tensor with at least one
     dimension, else float64. The `timer` doesn't count the all-reduce as compute time (own work).
     """
-    figure = torch.as_tensor(value).detach()
-    whole = figure.ndim and not figure.is_floating_point()
-    figure = figure.to(device, torch.int64 if whole else torch.float64, copy=True)
+    total = torch.as_tensor(value).detach()
+    whole = total.ndim and not total.is_floating_point()
+    total = total.to(device, torch.int64 if whole else torch.float64, copy=True)
     if world > 1:
         with timer.collective():
-            dist.all_reduce(figure)
-    return figure
+            dist.all_reduce(total)
+    return total
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
@@ -138,14 +138,14 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     on all ranks, `value` itself is returned, without rounding. `device` is the device of the
     collective, which the `timer` doesn't count as compute time (own work).
     """
-    figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
-    every = [torch.empty_like(figure) for _ in sizes]
+    own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
+    every = [torch.empty_like(own) for _ in sizes]
     with timer.collective():
-        dist.all_gather(every, figure)
-    figures = torch.cat(every).tolist()
-    if len(set(figures)) == 1:
+        dist.all_gather(every, own)
+    values = torch.cat(every).tolist()
+    if len(set(values)) == 1:
         return value
-    mean = sum(size * each for size, each in zip(sizes, figures, strict=True) if size) / sum(sizes)
+    mean = sum(size * each for size, each in zip(sizes, values, strict=True) if size) / sum(sizes)
     return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean
 
 

@@ -117,8 +117,8 @@ class RankNoise:
         Return None until there are enough samples.
         """
         while self._pending and self._pending[0][1].is_complete():
-            sizes, figures = self._pending.popleft()
-            self.window.add(separate_noise(sizes, *figures.read()))
+            sizes, sample = self._pending.popleft()
+            self.window.add(separate_noise(sizes, *sample.read()))
         return self.window.scale()
 
     def describe(self) -> str:
