@@ -143,7 +143,7 @@ class Parts:
         return Command(("benchmarks.gpu_loops", *where, *sizes, *more), variables)
 
     def _variants(self, trainer: str) -> Command:
-        size, batch, budget = ("middle", "512", "50s") if self._gpu else ("small", "8", "60s")
+        size, batch, budget = ("middle", "512", "45s") if self._gpu else ("small", "8", "60s")
         where = ("--variants", "plan", "--devices", UNEQUAL[self._kind], "--size", size)
         lengths = ("--budget", budget, "--seconds", "10", "--balance", "global-batch", batch)
         return Command(("benchmarks.trainers", "variants", *where, *lengths, "--trainers", trainer))
@@ -159,7 +159,7 @@ NAMES = (
     *("plan", "trainer", "run", "accelerate", "lightning"),
     *("no-p2p", "sockets", "links", "watch", "tests"),
 )
-SHORTEST_SECONDS = 60.0  # a part doesn't begin if less time is left
+SHORTEST_SECONDS = 70.0  # a part doesn't begin if less time is left
 
 
 def main() -> None:
