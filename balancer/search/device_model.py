@@ -166,11 +166,14 @@ class DeviceModel:
     def guessed_alone_rows(self) -> int:
         """The largest batch for a round of devices alone, according to memory and time.
 
-        It may take several rounds to reach it. It is 0 before the device ran.
+        It may take several rounds to reach it. It is 0 before the device ran. If the curve may be
+        level, so that its rise may be noise, time doesn't limit the batch.
         """
-        if self.solo_curve is None or not self.memory.largest_ran:
+        if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
+        if not self.optimistic.slope:
+            return by_memory
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:

@@ -71,8 +71,10 @@ class SoloStage:
             due = self._next_small_batches(turn)
             if due and turn:
                 due = self._worth_waiting(due)
+            if due and len(due) < len(self._live) and turn:
+                # the devices of the second round, or those that it left out: the others would wait
+                return self._round(self._fill_round(due), self._turn)
             if due:
-                # a device that was left out of the second round has a separate round later
                 return self._round(due, self._turn if turn else turn)
         retried = {
             one: self._small_batch(one) for one in self._live if self._lacks_memory_line(one)
@@ -147,17 +149,8 @@ class SoloStage:
         wanted = self._optimistic
         if wanted is None:
             return ()
-        batches: Batches = {}
-        longest = 0.0
-        for position, share in wanted.shares:
-            one = self._machine.devices[position]
-            batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
-            if not self._would_show_more(one, batch):
-                continue
-            seconds = self._probe_seconds(one, batch)
-            if self._has_time(seconds, _step_seconds(one, batch)):
-                batches[one] = batch
-                longest = max(longest, seconds)
+        batches = self._optimistic_batches
+        longest = max((self._probe_seconds(*each) for each in batches.items()), default=0.0)
         if batches and self._budget.pays(self._expected_gain(wanted), longest):
             return self._round(self._add_other_devices(batches), self._turn)
         return self._cheap_round()
@@ -183,6 +176,20 @@ class SoloStage:
             ):
                 batches[one] = batch
         return batches
+
+    def _fill_round(self, due: Batches) -> Batches:
+        """Return a round's batches, with those of devices that would otherwise be idle in it.
+
+        These devices measure their share of the optimistic layout, if that shows something new and
+        doesn't prolong the round.
+        """
+        longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
+        idle = {
+            one: batch
+            for one, batch in self._optimistic_batches.items()
+            if one not in due and self._probe_seconds(one, batch) <= longest
+        }
+        return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
         """Return a round that is cheap enough to run without an expected gain; empty if none is.
@@ -266,6 +273,20 @@ class SoloStage:
         Its batches may be so large that it takes several rounds to reach them. None if none fits.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
+
+    @cached_property
+    def _optimistic_batches(self) -> Batches:
+        """The batches of the optimistic layout that would show something new and fit the budget."""
+        found: Batches = {}
+        for position, share in self._optimistic.shares if self._optimistic else ():
+            one = self._machine.devices[position]
+            batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
+            if not self._would_show_more(one, batch):
+                continue
+            seconds = self._probe_seconds(one, batch)
+            if self._has_time(seconds, _step_seconds(one, batch)):
+                found[one] = batch
+        return found
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:

@@ -414,18 +414,21 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
         return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
     near = ((a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
-    return is_noise(_log_ratio(a, b) for a, b in near) and not takes_longer_for_less(one, other)
+    return is_noise(_log_ratio(a, b) for a, b in near) and not contradict_each_other(one, other)
 
 
-def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if one device took longer for fewer rows than the other took for more rows.
+def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
+    """True if no likely curve fits a batch of each of the two devices.
 
-    Both ran alone, and the difference exceeds the noise. A rising curve can't fit both devices.
+    Both ran alone, and the difference exceeds the noise: one device took longer for fewer rows than
+    the other took for more rows, or nearly equal batches differ in time by more than in rows.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
+        noise = BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error)
         gap = math.log(fewer.seconds / more.seconds)
-        if gap > BATCH_ERRORS * math.hypot(a.sure_error, b.sure_error):
+        rows = math.log(more.batch / fewer.batch)
+        if gap > noise or (rows <= LEVEL and -gap > rows + noise):
             return True
     return False
 

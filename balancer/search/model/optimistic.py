@@ -30,6 +30,8 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
         if stairs:
             return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
     explained = curve.simple and not curve.flat and not bend_is_open(found, curve)
+    if len(found) == 2:
+        return _least_rise(found, curve)
     if len(found) < 3 or explained:
         return curve
     first = found[0]
@@ -42,6 +44,18 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     batches = tuple(batch for batch, _ in knots)
     times = tuple(make_rising([time for _, time in knots]))
     return Curve(batches, times, _slope_beyond(found, curve), False, curve.error)
+
+
+def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
+    """Return a level curve if noise explains how the times of two points differ, else `curve`."""
+    one, other = points
+    error = math.hypot(one.error, other.error) * other.seconds
+    if abs(other.seconds - one.seconds) > CLEAR * error:
+        return curve
+    total = one.weight + other.weight
+    seconds = (one.weight * one.seconds + other.weight * other.seconds) / total
+    batches = (0.0, float(other.batch))
+    return Curve(batches, (seconds, seconds), 0.0, True, curve.error)
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:

@@ -49,12 +49,14 @@ def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
         ("slow_flat", 960_237, "fixed"),  # time for one device alone or for a slower split
         ("slow_knee", 960_025, "free"),  # the fastest split doesn't fit any more, a shorter does
         ("slow_knee", 960_402, "free"),  # one card, whose best batch two points beyond it show
+        ("slow_flat", 990_008, "free"),  # noise makes a level curve rise between two lone steps
+        ("slow_knee", 995_021, "fixed"),  # two cards seem equal until batches of 34 and 35 differ
     ],
 )
 def test_slow_steps_leave_time_for_the_plan_that_matters(family: str, seed: int, mode: str) -> None:
     """Steps take up to 12 s, so the budget has time for about ten.
 
-    Earlier versions lost 39 to 100 %.
+    Earlier versions lost 38 to 100 %.
     """
     (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
     found = trials.run(case.machine, case.ask, case.seed)

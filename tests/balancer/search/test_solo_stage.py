@@ -137,3 +137,16 @@ def test_a_second_batch_is_measured_however_short_the_budget() -> None:
     """Without it there is no curve. A third batch keeps to the solo stage's half of the budget."""
     assert len(rounds(PAIR, budget_seconds=2.5)) == 2
     assert len(rounds(PAIR, budget_seconds=60.0)) == len(rounds(PAIR))
+
+
+def test_devices_are_not_idle_in_the_round_of_a_device_that_was_left_out() -> None:
+    """The slowest device is left out of the second round, and has a later round of 24 s.
+
+    The other devices measure meanwhile how many rows they hold.
+    """
+    slow = Bench(((5000.0, 0.0, 0, 60), (7000.0, 0.0, 0, 60), (12000.0, 0.0, 0, 300)))
+    second, third = rounds(slow, budget_seconds=300.0)[1:3]
+    assert second[:2] == (16, 16)
+    assert second[2] == 0
+    assert third[:2] == (60, 60)
+    assert third[2] > 8

@@ -169,6 +169,16 @@ def test_merged_points_have_batches_of_their_own() -> None:
     assert optimistic_curve(points, curve).seconds(500) > 0
 
 
+@pytest.mark.parametrize(("error", "level"), [(0.03, True), (0.003, False)])
+def test_two_points_may_be_level_if_noise_explains_their_rise(error: float, level: bool) -> None:
+    """9.40 s and 9.93 s differ by less than the errors of two lone steps, but not of two probes."""
+    points = [Point(8, 9.40, error), Point(16, 9.93, error)]
+    curve = fit_curve(points)
+    assert curve is not None
+    most = optimistic_curve(points, curve).seconds(400)
+    assert most == (pytest.approx(9.67, abs=0.1) if level else curve.seconds(400))
+
+
 @given(
     st.sampled_from([8, 16, 64, 100, 128, 300]),
     st.floats(0.0, 50.0),
@@ -317,6 +327,8 @@ def test_a_device_that_takes_longer_for_fewer_rows_shares_no_curve() -> None:
     assert sorted(group_devices([quick, noise])) == [[0, 1]]
     steep = device([*small, Point(200, 20.0, 0.03)])
     assert sorted(group_devices([quick, steep])) == [[0, 1]], "more rows may take any longer"
+    few_rows_more = device([*small, Point(83, 13.4, 0.03)])
+    assert sorted(group_devices([quick, few_rows_more])) == [[0], [1]], "3 rows can't double a step"
 
 
 def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
