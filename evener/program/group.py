@@ -106,9 +106,8 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
     `place` is this process's rank in the group, and `method` is the script's `init_method`. A
-    different rendezvous address alone doesn't make it another group, because a script may
-    choose its own address. The group is another one if, in addition, a launcher in the program
-    has started sibling ranks.
+    script may choose its own rendezvous address. Therefore a different address counts as another
+    group only if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):

@@ -74,7 +74,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange from which a function computed this tensor.
+        """Return where the values from which a function computed this tensor were exchanged.
 
         The result is empty if the tensor wasn't computed from exchanged values. Values that were
         only written into its storage are ignored.

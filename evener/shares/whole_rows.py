@@ -56,10 +56,10 @@ def is_ratio(ratio: object) -> bool:
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Divide `batch` samples in proportion to `ratios`, by largest remainder.
 
-    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the batch
-    is large enough, because an empty replica can abort a TensorFlow process. If there are fewer
-    samples than such devices, the first such devices get one sample each. A device with ratio 0
-    gets none. Ties go to the earlier device.
+    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the
+    batch is large enough, because an empty replica can abort a TensorFlow process. If it
+    isn't, the first of these devices get one sample each. A device with ratio 0 gets none.
+    Ties go to the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)
@@ -109,9 +109,9 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
     """Add or remove single samples until `sizes` sum to `batch`.
 
-    `quotas` are the exact sizes in 1 / unit samples, keyed by the device's index. Each sample
-    is added to or removed from the device whose size differs most from its quota, but no
-    device is left without samples.
+    `quotas` are the exact sizes, multiplied by `unit` to be whole numbers, and keyed by the
+    device's index. Each sample is added to or removed from the device whose size differs most from
+    its quota, but no device is left without samples.
     """
     while sum(sizes) != batch:
         if sum(sizes) < batch:

@@ -128,7 +128,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the shares of the plan to recognize it by on resuming."""
+        """Return the current shares, and the plan's shares, from which the plan is recognized."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 

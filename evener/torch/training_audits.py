@@ -870,7 +870,7 @@ class TrainingAudits:
         """Warn if ranks compute their losses with different numbers.
 
         `every` has the numbers of each rank, in the order in which its loss uses them. Nothing is
-        compared if ranks have used different numbers of them.
+        compared if some ranks have used more numbers than others.
         """
         if len({len(each) for each in every}) != 1:
             return

@@ -183,8 +183,8 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
     Overlaps of the parts are removed first. A part is a limit if it takes at least 5 % of the step
-    and the lower bound of its gain is at least `least_gain`. The gain may be larger or smaller than
-    the part if a step without the part was measured.
+    and the lower bound of its gain is at least `least_gain`. The gain follows from the part's
+    duration or, if a step without the part was measured, from that step's duration.
     """
     if step_s <= 0:
         return ()
@@ -203,8 +203,8 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
     - Time in which threads get no core is subtracted from the other parts in proportion, because it
       slows them all. Only parts of the `APART` kinds keep their time.
-    - If a device was slowed by heat, power or a neighbour, that time is subtracted from the part
-      that its unequal work takes.
+    - Time that a device loses to heat, power or a neighbour is subtracted from the part that the
+      device's unequal work causes.
     - If the parts are still longer than the step, they are shortened to fit. Starved threads and
       `APART` kinds have priority, then the largest parts.
     """
@@ -237,8 +237,8 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
     """Return a part without the time that its device lost to heat, power or a neighbour.
 
-    This applies only to a part that is unequal work, whose time would otherwise include that loss.
-    Other kinds of parts are returned unchanged.
+    Only a part that is caused by unequal work is shortened, because it includes such losses. Other
+    parts are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -265,7 +265,7 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the minimum lower bound of a remedy's gain for a limit of this kind to be reported."""
+    """Return how high the lower bound of a gain must be for a limit of this kind to be reported."""
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 

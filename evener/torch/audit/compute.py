@@ -38,7 +38,7 @@ MOVE = 0.01  # standard deviation of the noise added to weights that are all equ
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """One pass of a computation, which may consist of several; their gradients are added.
+    """One of the passes of a computation, whose gradients are added up.
 
     `loss` returns the loss of the pass, and `weight` is the factor of its gradient in the
     sum. If `scale` isn't None, the loss is multiplied by `scale` before the backward pass,

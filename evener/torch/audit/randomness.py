@@ -204,7 +204,7 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 
 
 def _draw_nothing(draw: _Draw) -> Any:
-    """Return the fixed result of a random operation that an audit replaces, or None.
+    """Return a fixed result for an operation that mustn't be random in an audit, else None.
 
     - A permutation moves each entry to the place before it. If rows are mixed with others of their
       batch, as by mixup, a row then has other partners in a part than in the whole batch, and the
@@ -213,8 +213,6 @@ def _draw_nothing(draw: _Draw) -> Any:
     - A mask from bernoulli_(1 - p) is filled with 1 - p. Layers that drop values with probability p
       by such a mask divide the other values by 1 - p. The mask cancels this division, so the result
       is the same as without dropout.
-
-    Return None for any other operation.
     """
     arguments = draw.arguments
     if draw.name == "randperm":
@@ -257,10 +255,10 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _draw_like(draw: _Draw) -> Any:
-    """Draw equal rows into a tensor, or into a new one like it; return None for other operations.
+    """Draw equal rows into a tensor, or into a new tensor of the same shape.
 
-    None is also returned for an operation with several tensor arguments, because its result depends
-    on all of them.
+    The operation determines which of the two. Return None for any other operation, and for one with
+    several tensor arguments, because its result depends on all of them.
     """
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:

@@ -48,10 +48,9 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 
 
 class RowNumber(int):
-    """A number that the program read from a tensor's size: the batch's rows times `each`.
+    """A number that the program read from a tensor's size: `each` times the batch's number of rows.
 
-    If the calls are repeated with other rows, it is replaced by the number of
-    these rows times `each`.
+    If the recorded calls are repeated with other rows, it is replaced by `each` times their number.
     """
 
     each = 1
@@ -389,7 +388,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers in a call that affect a value computed from a model's results.
+        """Return the numbers that a call uses together with a model's results.
 
         They are the factors, divisors and summands of arithmetic, and summaries of small tensors
         that were created before the batch, such as task weights. Return an empty list if the call

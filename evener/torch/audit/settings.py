@@ -79,7 +79,7 @@ class LossSettings:
 
 
 class _Known:
-    """The values of settings at the last check, and since which check each has been the same."""
+    """The settings' values at the last check, and since when each of them has been the same."""
 
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}

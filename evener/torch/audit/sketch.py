@@ -62,9 +62,10 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return the layout of gradients with these numbers of values in lines of `width` values.
+        """Return the layout in which gradients are arranged in lines of `width` values.
 
-        Layouts are cached. The layout's tensors have the device and dtype of `like`.
+        `sizes` are the gradients' numbers of values. Layouts are cached. The layout's tensors have
+        the device and dtype of `like`.
         """
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:

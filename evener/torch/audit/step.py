@@ -38,10 +38,10 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """Two computations that would agree if a certain cause explained the difference in an audit.
+    """The two computations of an audit, without one possible cause of a difference.
 
-    `trained` is the training run's computation without that cause. `reference` is the reference
-    computation without it, or None if the reference needs no change.
+    If they agree, it is the cause. `trained` is the training run's computation without that cause.
+    `reference` is the reference computation without it, or None if the reference needs no change.
     """
 
     trained: Computation
@@ -52,8 +52,7 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
     """The computations of a few rows that an audit compares.
 
     `reference` is the correct one, and `trained` is the training run's. `changes` maps the name of
-    each possible cause of a difference to an AuditChange, which has both computations without that
-    cause. If these agree, it is the cause.
+    each possible cause of a difference to an AuditChange, with which the cause is tested.
     """
 
     reference: Computation

@@ -340,10 +340,10 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Turn the phase between two steps into file time if files were written in it.
+        """Count the phase between two steps as file time if files were written in it.
 
-        `marks` are the marks of the current batch or since the last loop. The written bytes are
-        counted only if the time is long enough to matter, because counting takes microseconds.
+        `marks` are the marks of the current batch, or those since the last loop. The written bytes
+        are counted only if the time is long enough to matter, because counting takes microseconds.
         Therefore the count may include bytes written in earlier steps.
         """
         if marks and marks[-1][0] == BETWEEN and self._has_written():
@@ -635,9 +635,9 @@ class StepTimer:
             self._begin_between()
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return the times of those of the last `count` steps that the device has finished.
+        """Return the times of the last `count` steps, the oldest first.
 
-        The oldest comes first.
+        Steps that the device hasn't finished yet are left out.
         """
         self._time_past()
         missing = sum(each.counts for each in self._marked)

@@ -264,7 +264,7 @@ class _CopyStream:
         return event
 
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
-        """Return a batch that the loop's stream can use, because that stream waits for its arrival.
+        """Return a batch that the loop can use; its stream waits until the batch has arrived.
 
         `arrived` is the event for the batch's arrival. The allocator doesn't reuse the
         batch's memory before the stream is done with it. If `arrived` is None, there was too

@@ -419,7 +419,7 @@ class StepSampler:
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
         """Count the tokens of this rank's rows in the global batches `steps` of the epoch.
 
-        Return the counts without and with padding; both are 0 if rows have no lengths.
+        Return the counts without and with padding; both are 0 if the lengths of rows aren't known.
         """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]

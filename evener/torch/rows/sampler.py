@@ -136,12 +136,12 @@ class UnevenBatchSampler:
     """Yields batches of row indices for one rank, for `DataLoader(batch_sampler=...)`.
 
     `length` is the number of rows of the data set, and `shares` has the number of rows of each rank
-    in a full global batch; `change_shares` changes it. No batch is empty: a rank without rows gets
-    a filler row. With `shuffle`, rows are shuffled in each epoch, depending on `seed`; `order`
-    replaces that. With `drop_last`, a last batch with fewer rows than the others is left out. With
-    `join_tail`, a last batch with fewer rows than ranks is joined to the batch before it. With
-    `without_rows`, ranks may have a share of 0. Raises RequestError if the shares, the length or
-    the rank is invalid.
+    in a full global batch, until `change_shares` changes it. No batch is empty: a rank without rows
+    gets a filler row. With `shuffle`, rows are shuffled in each epoch, depending on `seed`. If
+    `order` is passed, it determines the order of rows instead. With `drop_last`, a last batch with
+    fewer rows than the others is left out. With `join_tail`, a last batch with fewer rows than
+    ranks is joined to the batch before it. With `without_rows`, ranks may have a share of 0. Raises
+    RequestError if the shares, the length or the rank is invalid.
     """
 
     is_by_length = False  # True if rows are assigned by length, in passes
@@ -361,7 +361,7 @@ class UnevenBatchSampler:
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        Both numbers are 0, because rows have no lengths in this class.
+        Both numbers are 0, because this class doesn't know the lengths of rows.
         """
         return (0, 0)
 

@@ -437,9 +437,10 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and this rank's shard of each stored optimizer state of a flat's parameters.
+    """Yield the name and value of each stored optimizer state of a flat's parameters.
 
-    `stored` has the names of all stored states, such as "head.weight/exp_avg".
+    The value is this rank's part of the state. `stored` has the names of all stored states, such
+    as "head.weight/exp_avg".
     """
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}

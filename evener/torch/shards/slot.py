@@ -43,7 +43,7 @@ class Slot:
         return gradient is not None and gradient._version == self.kept
 
     def point_to(self, parameter: Any) -> None:
-        """Make `parameter` the parameter of all modules that own this slot.
+        """Make the modules that own this parameter use the tensor `parameter`.
 
         It is either the whole parameter or this rank's piece.
         """

@@ -84,7 +84,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the part with the rows of `turn`, which is this part if `turn` has all its rows.
+        """Return a part with the rows of `turn`: this part itself if `turn` has all of its rows.
 
         `turn` is a planned pass or, after it ran out of memory, some of its rows. A new part's
         weight is in proportion to its rows, or to the result of `count` for them.

@@ -92,16 +92,18 @@ class BatchWeights(BatchTracker):
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Make a loader's next batch the current one.
 
-        If it is for training, also look for tensors that optimizers train and no module has.
+        If it is for training, also look for tensors that optimizers train and
+        that belong to no module.
         """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def look_for_tensors(self) -> None:
-        """Find tensors that optimizers train and no module has, so that their gradients are summed.
+        """Find tensors that optimizers train and that belong to no module.
 
-        These gradients get the weights of this training run. The search runs only once.
+        Their gradients are then summed with the weights of this training run.
+        The search runs only once.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -183,8 +185,8 @@ class BatchWeights(BatchTracker):
         """Weight a wrapped model's gradients before its exchange sums them.
 
         If losses are weighted already, the exchange averages the gradients instead. `exchange` is
-        None if DistributedDataParallel itself sums the gradients; raises RequestError if the noise
-        scale was requested then.
+        None if DistributedDataParallel itself sums the gradients. In that case, RequestError is
+        raised if the noise scale was requested.
         """
         self.models.add(model)
         if exchange is None:

@@ -219,10 +219,11 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Detect backward passes by the parameters' gradients; for outputs that hide their tensors.
+        """Detect backward passes by the gradients of the model's parameters.
 
-        Such outputs are objects of an unknown class. A backward pass is assumed to start with the
-        first gradient. `sync` and `batch` have the same meaning as in `watch`.
+        This is for outputs that hide their tensors, because they are objects of an unknown class.
+        A backward pass is assumed to start with the first gradient. `sync` and `batch` have the
+        same meaning as in `watch`.
         """
         reference = weakref.ref(self)
 
