@@ -61,9 +61,9 @@ def current_rank() -> int:
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Prepare this process for the process group that the program creates, then create it.
 
-    This function wraps `torch.distributed.init_process_group`. evener's ranks other than the first
-    wait until the program creates a group of all of them: if this is that group, they may continue.
-    A process that evener didn't start gets the device that belongs to its rank.
+    This function wraps `torch.distributed.init_process_group`. Until the program creates a group of
+    evener's ranks, only the first of them runs its code; the others are released here. A process
+    that evener didn't start gets the device that belongs to its rank.
     """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments

@@ -535,10 +535,10 @@ class Program:
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Return a training to even shares permanently, and print `fault` as the reason.
+        """Return a training run to even shares permanently, and print `fault` as the reason.
 
-        Every rank calls this method after the same step. Raises RequestError if `evener run` was
-        started with `--strict`.
+        Every rank calls this method after the same step. Raises RequestError if `evener run`
+        was started with `--strict`.
         """
         why = fault.rstrip(".")
         if training.begins_even:  # nothing was trained by uneven shares
@@ -557,9 +557,9 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a training's shares with equal shares, as its own launcher uses.
+        """Make audits compare a run's shares with equal shares, as under its own launcher.
 
-        If an audit finds a difference, the training returns to even shares.
+        If an audit finds a difference, the training run returns to even shares.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 

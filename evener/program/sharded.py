@@ -63,7 +63,7 @@ def name_wrapper(models: Iterable[Any]) -> str:
 
 
 def follow(training: Any, model: Any) -> None:
-    """Make a training weight this model's gradients or losses by rows from now on.
+    """Make a PlannedTraining weight this model's gradients or losses by rows from now on.
 
     Raises RequestError if that is impossible.
     """

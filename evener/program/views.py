@@ -145,10 +145,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Return why an optimizer's step can't be done by shares, if no followed loop is running.
+    """Return why the step of an optimizer can't be done by shares.
 
-    A followed loop is one that evener can divide by shares. `models` are the wrapped models.
-    `has_begun` is True if some loop over a DataLoader has begun. The result is empty if the
+    The step is outside of all loops that evener can divide by shares. `models` are the wrapped
+    models. `has_begun` is True if some loop over a DataLoader has begun. The result is empty if the
     optimizer trains none of the wrapped models.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]

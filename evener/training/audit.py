@@ -289,8 +289,8 @@ class Audits:
     def begin(self, signature: Hashable = None) -> bool:
         """Count a step; return True if the step is to be audited.
 
-        `signature` is any hashable object that changes with the program;
-        a new one is audited at once.
+        `signature` is any hashable object that changes with the program. A step with a
+        new signature is audited.
         """
         self.step += 1
         if self.over:

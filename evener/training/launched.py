@@ -92,7 +92,7 @@ def launched_records() -> Path | None:
 
 
 def restart_reason() -> str:
-    """Return why evener launch restarted this training; empty at the first start."""
+    """Return why evener launch restarted this training run; empty at the first start."""
     return os.environ.get(RESTART, "")
 
 

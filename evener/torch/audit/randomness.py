@@ -97,11 +97,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
         """Add errors to the results of an operation that sums many terms, as rounding might.
 
-        `name` and `arguments` are those of the operation; others are left unchanged. If n terms of
-        random sign are added one after the other, each addition rounds a partial sum with a
-        relative error of about u, the unit roundoff. The standard deviation of the total error is
-        then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and Stability
-        of Numerical Algorithms, section 4.2, with independent errors).
+        `name` and `arguments` are those of the operation. The results of other operations are left
+        unchanged. If n terms of random sign are added one after the other, each addition rounds a
+        partial sum with a relative error of about u, the unit roundoff. The standard deviation of
+        the total error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham,
+        Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
         """
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:

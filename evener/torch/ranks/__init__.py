@@ -1,1 +1,1 @@
-"""The ranks of a training: their devices, their step times, and detection of exited ranks."""
+"""The ranks of a training run: their devices, step times, and detection of exited ranks."""

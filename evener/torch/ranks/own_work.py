@@ -827,9 +827,9 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Return a step's times as the monitor shows them, in seconds.
 
-    They are four: waiting for the batch, compute time (own work), waiting for other ranks, and the
-    time between steps. `sums` has the step's times in the order of the fields of StepSums. If ranks
-    wait for each other within a pass, waiting is included in the compute time.
+    The four times are waiting for the batch, compute time (own work), waiting for other ranks, and
+    the time between steps. `sums` has the step's times in the order of the fields of StepSums. If
+    ranks wait for each other within a pass, waiting is included in the compute time.
     """
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s

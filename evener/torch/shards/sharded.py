@@ -152,9 +152,10 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Raise RequestError if a parameter with an id in `parameters` is sharded; return False.
+        """Return False if none of these parameters is sharded; otherwise raise RequestError.
 
-        An exchange calls this method before it sums the gradients of these parameters.
+        `parameters` are their ids. An exchange calls this method before it sums the gradients of
+        these parameters, because it can't sum those of sharded ones.
         """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(

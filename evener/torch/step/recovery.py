@@ -65,8 +65,8 @@ def free_before_update(device: torch.device) -> None:
     """Request that the allocator returns its unused memory before the next optimizer step.
 
     An optimizer allocates its state in its first step. Without this request, the state would be
-    allocated in blocks that activations have used, and fragment them: a plan that nearly fills the
-    memory would run out of memory in its second step.
+    allocated in blocks that activations have used, and fragment them. If the plan nearly fills the
+    memory, the second step would then run out of memory.
     """
     if device.type == "cuda":
         FREED_NEXT.add(device)

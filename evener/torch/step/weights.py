@@ -48,12 +48,13 @@ NUMBERS = (
 
 
 class BatchWeights(BatchTracker):
-    """The rows and weight of one rank in the batch that it computes, under the current `shares`.
+    """The number of rows of each rank in a batch, and the resulting weight of this rank.
 
-    `weigh` selects where the weight is applied: "gradients" weights gradients before they are
-    summed; with "loss", the loop calls `scale` for each loss; with "trainer", a trainer's adapter
-    weights the losses. `timer` is notified when the last gradient of a step is ready. `noise`
-    measures the noise scale; None means that it isn't requested.
+    `shares` are the current shares. `weigh` selects where the weight is applied: with
+    "gradients", to gradients before they are summed; with "loss", to each loss, for which the
+    loop calls `scale`; with "trainer", to the losses of a trainer, by its adapter. `timer` is
+    notified when the last gradient of a step is ready. `noise` measures the noise scale; None
+    means that it isn't requested.
     """
 
     def __init__(
