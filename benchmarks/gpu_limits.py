@@ -7,8 +7,9 @@ compared with training from memory; and the samples/s for several numbers of loa
 compared with a plain DataLoader. `causes`: the limits named for each training run. `gains`: the
 same for limits with a remedy: the promised gain compared with the real one. `neighbour`: another
 process computes on the first device. `exchange`: a split over two devices with slow transports.
-`links`: the bandwidth between all devices, compared with a plain all-reduce. Without GPUs, CPU
-slices are used.
+`links`: the bandwidth between all devices, compared with a plain all-reduce. `faults`: a rank that
+never joins the others, and one that gets a wrong sum: what is said of them, and after how long.
+Without GPUs, CPU slices are used.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
+from evener.balancer.diagnostics import describe_link
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.links import TRANSPORTS, measure_links
+from evener.balancer.probes.links import TRANSPORTS, LinkMeasurement, measure_links
 from evener.balancer.request import Job, Request
 from evener.balancer.result.training_limits import find_training_limits
 from evener.balancer.search.layouts import LayoutOptions
@@ -60,6 +62,7 @@ ROWS = 64  # rows per step
 TURNS = 3
 SECONDS = 1.5
 WORKERS = (0, 2, 4, 8)
+NAMED_SECONDS = 20.0  # longest time until a faulty link is named
 CLOSE = 0.15  # largest relative error of a promise that counts as kept
 
 
@@ -284,18 +287,57 @@ def try_neighbour(devices: Sequence[Device]) -> None:
 def try_exchange(devices: Sequence[Device]) -> None:
     """Split a model that is large for its batch over two devices with slow transports.
 
-    Prints the limit that is named, and the gain from twice the batch.
+    Prints the limit that is named, and the gains from twice the batch and from twice the passes.
     """
     ways = [(way, variables) for way, variables in TRANSPORTS.items() if variables]
+    now, twice = layout_of((ROWS, ROWS)), layout_of((2 * ROWS, 2 * ROWS))
+    passes = layout_of((2 * ROWS, 2 * ROWS), (ROWS, ROWS))
+    two = devices[:2]
     for way, variables in ways:
         os.environ.update(variables)
-        now, twice = layout_of((ROWS, ROWS)), layout_of((2 * ROWS, 2 * ROWS))
-        two = devices[:2]
-        seen = list(measure(limited_trainings.LARGE_WEIGHTS, two, [now, twice], turns=2))
+        code = limited_trainings.LARGE_WEIGHTS
+        seen = list(measure(code, two, [now, twice, passes], turns=2))
         limits = find(seen, now, two)
         say_cause(f"exchange, {way}", "exchange", limits)
-        true = rate_of(seen, twice) / rate_of(seen, now) - 1
-        say_gain(f"exchange, {way}, twice the batch", _pick(limits, "exchange"), true)
+        named = _pick(limits, "exchange")
+        for name, layout in (("twice the batch", twice), ("twice the passes", passes)):
+            true = rate_of(seen, layout) / rate_of(seen, now) - 1
+            say_gain(f"exchange, {way}, {name}", named, true)
+    for name in {name for _, variables in ways for name in variables}:
+        os.environ.pop(name, None)
+
+
+def try_faults(devices: Sequence[Device]) -> None:
+    """Print what is said of a link with a faulty rank, and how long it takes until it is said."""
+    root = Path(__file__).parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(root), os.environ.get("PYTHONPATH", "")])
+    )
+    script = root / "tests" / "support" / "faulty_links.py"
+    for fault, outcome in (("silent", "hangs"), ("corrupt", "wrong")):
+        began = time.monotonic()
+        try:
+            measure_links(devices[:2], _raise_named, (sys.executable, str(script), fault, "1"))
+        except _LinkNamedError as named:
+            seconds = time.monotonic() - began
+            right = named.measurement.outcome == outcome and seconds <= NAMED_SECONDS
+            print(
+                f"{'ok  ' if right else 'MISS'} {fault} rank: named after {seconds:.1f} s, of "
+                f"which the ranks' start is a part: {describe_link([named.measurement]).found}",
+                flush=True,
+            )
+
+
+class _LinkNamedError(Exception):
+    """The first measurement of a link is known, and no other is needed."""
+
+    def __init__(self, measurement: LinkMeasurement) -> None:
+        super().__init__(measurement.outcome)
+        self.measurement = measurement
+
+
+def _raise_named(measurement: LinkMeasurement) -> None:
+    raise _LinkNamedError(measurement)
 
 
 def try_links(devices: Sequence[Device]) -> None:
@@ -347,6 +389,7 @@ PARTS = {
     "neighbour": try_neighbour,
     "exchange": try_exchange,
     "links": try_links,
+    "faults": try_faults,
 }
 
 

@@ -104,21 +104,23 @@ def train_all(folder: Path, rank: int) -> None:
     """Train with each cause, and save the last record of each training."""
     torch.set_num_threads(1)
     live.CORE_SECONDS = 0.2
-    torch.save({cause: _train(cause, folder, rank) for cause in CAUSES}, folder / f"{rank}.pt")
+    records = {cause: train(cause, folder, rank, STEPS) for cause in CAUSES}
+    torch.save(records, folder / f"{rank}.pt")
 
 
-def _train(cause: str, folder: Path, rank: int) -> bytes:
+def train(cause: str, folder: Path, rank: int, steps: int) -> bytes:
+    """Train for a number of steps with one cause of delay, and return the rank's last record."""
     kept = folder / f"{cause} {rank}"
     kept.mkdir(parents=True)
     os.environ["EVENER_RECORDS"] = str(kept)
     with _others(cause, rank):
-        _loop(cause, folder, rank)
+        _loop(cause, folder, rank, steps)
     del os.environ["EVENER_RECORDS"]
     (path,) = kept.glob("*.json")
     return path.read_bytes()
 
 
-def _loop(cause: str, folder: Path, rank: int) -> None:
+def _loop(cause: str, folder: Path, rank: int, steps: int) -> None:
     split = Split(ratios=(1, 1), global_batch=8)
     more = 0.02 if cause == "unequal" else 0.0
     sleep_s = 0.02 if cause == "own code" else 0.0
@@ -131,8 +133,9 @@ def _loop(cause: str, folder: Path, rank: int) -> None:
         compute(0.015 if cause == "collate" else 0.0)
         return default_collate(rows)
 
-    epochs = {"validation between epochs": 5, "plain, in two epochs": 2}.get(cause, 1)
-    rows = Rows(STEPS * 8 // epochs, 0.004 if slow else 0.0)
+    between_epochs = cause == "validation between epochs"
+    epochs = steps // 6 if between_epochs else {"plain, in two epochs": 2}.get(cause, 1)
+    rows = Rows(steps // epochs * 8, 0.004 if slow else 0.0)
     loader = split.loader(rows, collate_fn=collate)
     held_back = split.loader(Rows(VALIDATION_BATCHES * 8, 0.0), training=False)
     for _ in range(epochs):
@@ -147,7 +150,7 @@ def _loop(cause: str, folder: Path, rank: int) -> None:
                 _validate(model, held_back)
             if cause == "logging":
                 compute(0.01)
-        if cause == "validation between epochs":
+        if between_epochs:
             _validate(model, held_back)
     split.reporter.close()
 

@@ -281,7 +281,7 @@ class StepTimer:
         self._since_measured = 0  # number of batches timed since the last measurement
         self._cpu: _CpuTimes | None = None  # of the newest batch
         self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
-        # counts the bytes written by the loop's thread, once its writes may take long
+        # counts the bytes written by the loop's thread, from its first batch on
         self._writes: ThreadWrites | None = None
         self._written = 0  # the last count of these bytes
         # the host's time from which files may take a part of the time between two steps
@@ -307,6 +307,9 @@ class StepTimer:
             self.begun(sizes, self._updates)
 
     def _begin_timed(self) -> None:
+        if self._writes is None:
+            self._writes = ThreadWrites()
+            self._written = self._writes.count_bytes()
         self._before = ()
         if self._apart:
             self._note_files(self._apart)
@@ -370,11 +373,10 @@ class StepTimer:
     def _count_written(self) -> int:
         """Return the number of bytes that this thread has written since the last call.
 
-        The first call starts counting and returns 0.
+        Return 0 before the first batch.
         """
         if self._writes is None:
-            self._writes = ThreadWrites()
-            self._written = self._writes.count_bytes()
+            return 0
         before = self._written
         self._written = self._writes.count_bytes()
         return self._written - before
@@ -613,8 +615,7 @@ class StepTimer:
         self._marked.append(step)
         if len(self._marked) >= TIMED_AT_ONCE:
             self._time_past()
-            if self._writes is not None:
-                self._count_written()
+            self._count_written()
 
     def _note_validated(self) -> None:
         """Add the time of a validation, which has ended, to the untimed batches."""
