@@ -817,7 +817,10 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if differences may only mean that a count of rows in the loss wasn't recognized."""
+        """Warn if the differences may come from a count of rows that wasn't recognized.
+
+        Such a count is a number in the loss that depends on the number of rows.
+        """
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)

@@ -446,8 +446,8 @@ class Sharded:
     def _flag(self, fired: list[bool]) -> torch.Tensor:
         """Return the flags `fired` as a tensor on the device.
 
-        If the flags are the same as in the last call, the tensor is copied on the device instead of
-        from the host, because the host would wait for that.
+        The host would wait for a copy to the device. Therefore, if the flags are the same as in the
+        last call, the tensor of that call is copied instead.
         """
         known = tuple(fired)
         if known != self._known_flags[0]:
