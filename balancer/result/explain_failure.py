@@ -18,7 +18,15 @@ from ..journal import Header, JournalContents
 from ..number_format import join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
-from ..types import Belief, Failed, ModelState, Observation, OutOfMemory, Timed
+from ..types import (
+    MEASURED_PART,
+    Belief,
+    Failed,
+    ModelState,
+    Observation,
+    OutOfMemory,
+    Timed,
+)
 from ..verdict import Unfinished
 from .judge import SearchEnd
 from .measurements import PHASES, find_taken_bytes, strip_location
@@ -118,19 +126,39 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
         yield f"in shards {labels} ran out of memory too, without the state"
     elif tried and record.facts.state is not None:
         sizes = record.header.job.problem.memory_bytes
-        yield _explain_state(record.facts.state, sum(each or 0 for each in sizes))
+        memory_bytes = sum(each or 0 for each in sizes)
+        yield (
+            f"in shards its state of {size(record.facts.state.state_bytes)} doesn't fit either: "
+            f"the devices have {size(memory_bytes)} in all, for that and for a step's rows, which "
+            f"take {_write_smallest_steps(record, record.facts.state, tried)}"
+        )
 
 
-def _explain_state(state: ModelState, memory_bytes: int) -> str:
-    """Return a clause that says that the sharded state exceeds the devices' memory.
+def _write_smallest_steps(
+    record: JournalContents, state: ModelState, tried: Sequence[Observation]
+) -> str:
+    """Return the memory that the fewest measured rows took on each device, beside its state.
 
-    `memory_bytes` is the memory of all devices together.
+    `state` is the model's, and `tried` are the observations of sharded steps. A device measured
+    alone holds only a small part of the state, which is subtracted.
     """
-    return (
-        f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
-        f"{size(memory_bytes)} in all, for that and, on each, {size(state.gathered_bytes)} of "
-        f"gathered units and the activations of a row"
-    )
+    held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
+    fewest: dict[int, tuple[int, int]] = {}
+    for one in tried:
+        layout = one.probe.layout
+        if not isinstance(one, Timed) or layout.traits.together:
+            continue
+        for position in layout.active:
+            used = one.memory_bytes[position]
+            if used is not None:
+                found = (layout.shares[position], max(0, used - held))
+                fewest[position] = min(found, fewest.get(position, found))
+    written = [
+        f"{size(used)} on {record.header.devices[position].label} for {rows} row"
+        f"{'s' if rows > 1 else ''}"
+        for position, (rows, used) in sorted(fewest.items())
+    ]
+    return f"{join_words(written)} ({size(state.gathered_bytes)} of it are gathered units)"
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:

@@ -6,6 +6,7 @@ If it doesn't fit, a message says so.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,8 @@ def test_what_does_not_fit_in_shards_either_is_said(
     code, said = balance(capsys, "-d", f"sim:{smaller('40000', own_folder)}")
     assert code == 1
     assert "in shards" in said
+    for label in ("SIM:0", "SIM:1"):
+        assert re.search(rf"[GM]iB on {label} for \d+ rows?\b", said), "beside the state"
 
 
 def test_a_dry_run_says_how_large_a_model_could_be(
