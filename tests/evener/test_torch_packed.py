@@ -28,7 +28,6 @@ CASES = (
     "wrapped",
     "wrapped, in passes",
 )
-HALF = {"shards, checkpointed, reentrant, autocast", "shards, in bfloat16"}
 
 Run = Callable[..., list[Any]]
 
@@ -50,11 +49,11 @@ def check(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most:
 
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_learn_what_one_process_learns(trained: Any, name: str) -> None:
-    """Rows are in other batches on ranks, so bfloat16 sums are rounded differently."""
+    """The one process computes the same batches, so it rounds alike also in bfloat16."""
     expected, ranks = trained
     for rank in ranks:
         for what in ("first", "weights"):
-            check(rank[name][what], expected[name][what], 2e-2 if name in HALF else 1e-5)
+            check(rank[name][what], expected[name][what], 1e-5)
 
 
 def test_a_trainer_learns_it_too(trained: Any) -> None:
