@@ -169,14 +169,14 @@ class Start:
         (self._folder / "x.yaml").write_text(program.settings.format(**places))
         (self._folder / "plan.toml").write_text(PLAN)
         self._words = program.words.format(**places)
+        self._own = program.own.format(words=self._words, **places).split()
         self._code = -1
 
     def run(self) -> Start:
         """Train, and return this run."""
-        own = self._program.own.format(words=self._words).split()
-        words = own
+        words = self._own
         if self._way:
-            words = own if self._program.launcher else self._words.split()
+            words = words if self._program.launcher else self._words.split()
             python = ["python"] if words[0] == "-m" else []
             shares = ["--plan", "plan.toml"] if self._way == "plan" else ["--devices", "cpu/2"]
             words = ["evener", "run", *shares, "--", *python, *words]

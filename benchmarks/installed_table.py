@@ -83,6 +83,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     launcher: bool = False  # `evener run --` gets the command of its own launcher
 
 
+ACCELERATE = "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0"
 TORCH = ("sgd", "0.05"), ("adamw_torch", "1e-3")
 OPTIMIZERS = ("sgd", "0.05"), ("adamw", "1e-3")
 TRAINERS = ("transformers", "accelerate")
@@ -91,6 +92,11 @@ TRAINERS = ("transformers", "accelerate")
 def job(title: str, words: str, *packages: str, **more: object) -> Program:
     """Return a program of benchmarks/installed, which uses a library's trainer as its users do."""
     return Program(title=title, words="{jobs}/" + words, packages=packages, **more)  # type: ignore[arg-type]
+
+
+def launched(title: str, command: str, *packages: str, **more: object) -> Program:
+    """Return a program that trains in processes of its own launcher, also under `evener run`."""
+    return Program(title=title, words="", own=command, packages=packages, launcher=True, **more)  # type: ignore[arg-type]
 
 
 def old(title: str, words: str, packages: tuple[str, ...] = ("torch", "timm")) -> Program:
@@ -105,6 +111,58 @@ def old(title: str, words: str, packages: tuple[str, ...] = ("torch", "timm")) -
     )
 
 
+LAUNCHED = {
+    "by_torchrun": launched(
+        "torchrun --nproc-per-node 2, FSDP2, a loop", TWO + " {jobs}/sharded_loop.py 2", "torch"
+    ),
+    "by_accelerate": launched(
+        "accelerate launch, by_feature/gradient_accumulation.py",
+        ACCELERATE + " {src}/accelerate/examples/by_feature/gradient_accumulation.py "
+        "--gradient_accumulation_steps 2",
+        "accelerate",
+    ),
+    "by_deepspeed": launched(
+        "deepspeed --num_gpus 2, a loop, ZeRO-2",
+        "deepspeed --num_gpus 2 {jobs}/deep.py 2",
+        "deepspeed",
+        always=(("DS_ACCELERATOR", "cpu"),),
+    ),
+    "by_trl": launched(
+        "trl sft",
+        f"trl sft {SFT} {TRAINING} {CHOSEN} --multi_gpu --num_processes 2 --main_process_port 0",
+        "trl",
+        optimizers=TORCH[:1],
+    ),
+    "by_axolotl": launched(
+        "axolotl train",
+        "axolotl train x.yaml --launcher torchrun -- --nproc-per-node 2",
+        "axolotl",
+        environment="axolotl",
+        settings=AXOLOTL,
+        always=(("AXOLOTL_DO_NOT_TRACK", "1"), ("DO_NOT_TRACK", "1")),
+        optimizers=TORCH[:1],
+    ),
+    "by_yolo": launched(
+        "ultralytics, its trainer starts its processes",
+        "python {jobs}/yolo.py {inputs}/images",
+        "ultralytics",
+    ),
+    "by_llamafactory": launched(
+        "llamafactory-cli train",
+        "llamafactory-cli train x.yaml",
+        "llamafactory",
+        environment="llamafactory",
+        settings=FACTORY,
+        always=(("FORCE_TORCHRUN", "1"), ("NPROC_PER_NODE", "2")),
+        optimizers=TORCH[:1],
+    ),
+    "by_spawn": launched(
+        "torch.multiprocessing.spawn, pytorch/examples' multigpu.py",
+        "python {src}/examples/distributed/ddp-tutorial-series/multigpu.py 2 1",
+        "torch",
+        on_cpu=True,
+    ),
+}
 PROGRAMS = {
     "trl": Program(
         title="TRL, sft",
@@ -442,4 +500,5 @@ PROGRAMS = {
         packages=("diffusers", "accelerate"),
         by_row=True,
     ),
+    **LAUNCHED,
 }

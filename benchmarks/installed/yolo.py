@@ -1,7 +1,7 @@
 """Train with ultralytics' classification trainer in two processes: `yolo.py FOLDER`.
 
-The `yolo` command starts several processes only for GPUs; each of these processes runs what that
-command would start, with gloo.
+The `yolo` command starts several processes only for GPUs. Here the same trainer uses gloo. Without
+a launcher, it starts its two processes itself, as it does for `device=0,1`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ultralytics.models.yolo.classify import ClassificationTrainer
 class OnCpus(ClassificationTrainer):  # type: ignore[misc]  # ultralytics is not followed
     """Creates a process group on CPUs, as the trainer does on GPUs."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.world_size = int(os.environ["WORLD_SIZE"])
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **given)
+        self.world_size = 2
+        self.ddp = "LOCAL_RANK" not in os.environ
 
     def _setup_ddp(self) -> None:
         torch.distributed.init_process_group("gloo")

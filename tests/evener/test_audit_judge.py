@@ -55,6 +55,22 @@ class Gradients:
         return made
 
 
+@pytest.mark.parametrize(("error", "is_found"), [(2e-4, False), (1e-2, True)])
+def test_terms_that_nearly_cancel_leave_their_rounding(error: float, is_found: bool) -> None:
+    """The bias of a classifier, as two equally likely classes cancel; its repeats are all equal.
+
+    An error of 2e-4 of this gradient is 2e-7 of the largest one, so it is float32's rounding.
+    """
+    kinds = {"weight": "float32", "bias": "float32"}
+
+    def make(bias: float) -> Sketch:
+        return Sketch({"weight": (1.0,) * PROJECTIONS, "bias": (bias,) * PROJECTIONS}, kinds, 0.7)
+
+    reference = make(1e-3)
+    found = compare(reference, make(1e-3 * (1 + error)), [reference] * REPEATS)
+    assert (found is not None) is is_found
+
+
 @given(seed=st.integers(0, 10**6), exponent=st.floats(-8, -3))
 def test_what_repeats_show_to_be_rounding_is_no_difference(seed: int, exponent: float) -> None:
     gradients = Gradients(seed)

@@ -45,6 +45,14 @@ def test_a_rank_that_waits_for_one_that_has_ended_says_so(
     assert ended == expected
 
 
+def test_each_training_of_a_process_finds_its_own_ranks(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    """The store of earlier groups still has the addresses of ranks that have left."""
+    trained = trainer_ranks("tests.support.torch_leaving_programs.train_often", 3, world=2)
+    assert trained == [[3.0] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("how", "way"),
     [

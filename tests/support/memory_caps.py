@@ -5,6 +5,7 @@ Each function is one rank of a RankServer.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +32,16 @@ ROW_BYTES, OTHER_BYTES = 1e6, 1e7
 SECONDS_PER_ROW = (0.1, 0.7)  # of each rank
 
 
-def train(folder: Path, rank: int, trainer: str, rebalance: bool) -> None:
-    """Train with even shares, or with shares that change, and save the results."""
+def train(folder: Path, rank: int, trainer: str) -> None:
+    """Train with even shares, then with shares that change, and save the results of both."""
     torch.set_num_threads(1)
     audit_first_step()
-    torch.save(globals()[f"by_{trainer}"](rank, rebalance), folder / f"{rank}.pt")
+    train_by = globals()[f"by_{trainer}"]
+    variables = dict(os.environ)
+    results = [train_by(rank, False)]
+    os.environ.update(variables)  # Lightning has deleted WORLD_SIZE
+    results.append(train_by(rank, True))
+    torch.save(results, folder / f"{rank}.pt")
 
 
 def by_transformers(rank: int, rebalance: bool) -> dict[str, Any]:

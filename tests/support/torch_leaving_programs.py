@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from evener.system.replaced import replaced
 from evener.torch import Split
 from evener.torch.ranks import peers
 
@@ -140,6 +141,28 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
         dist.all_reduce(torch.ones(1))
     time.sleep(60)
     split.close()
+
+
+def train_often(folder: Path, rank: int, trainings: int) -> None:
+    """Train several times in this process, each time with a process group of its own.
+
+    The first rank comes late to each group, so the other one looks for its address before.
+    """
+
+    def make_late(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3 * (rank == 0))
+        make_group(*arguments, **options)
+
+    sums = []
+    make_group = dist.init_process_group
+    for _ in range(trainings):
+        with replaced(dist, "init_process_group", make_late):
+            split = Split(ratios=(1, 1), global_batch=4, rebalance=False)
+        ranks = torch.tensor([rank + 1.0])
+        dist.all_reduce(ranks)
+        sums.append(float(ranks))
+        split.close()
+    torch.save(sums, folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":

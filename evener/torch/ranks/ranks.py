@@ -34,6 +34,7 @@ MOST_FETCHING_THREADS = 8
 LARGE_BYTES = 1 << 18  # minimum size of blocks that are returned to the system when freed
 _ALLOWED = allowed_cpus()  # the allowed CPUs before this process was pinned to a slice
 _GATHERINGS = count()  # counts gather calls; the same on every rank
+_GROUPS = count()  # counts process groups that `join` creates; the same on every rank
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
@@ -246,12 +247,27 @@ def join(device: Any, backend: str | None) -> None:
     if dist.is_initialized():
         return
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
+    place = _place_group(next(_GROUPS))
     if device.type == "cuda":
         dist.init_process_group(
-            backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device
+            backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device, **place
         )
     else:
-        dist.init_process_group(backend or "gloo")
+        dist.init_process_group(backend or "gloo", **place)
+
+
+def _place_group(number: int) -> dict[str, Any]:
+    """Return arguments of `init_process_group` for this process's group with this number.
+
+    A second training in a process creates a second group after the first one was destroyed. Under
+    torchrun, their store is the same and still has the addresses of the first group's ranks, by
+    the same keys. So each later group gets keys of its own.
+    """
+    if number == 0:
+        return {}
+    process = find_process_rank()
+    store = dist.PrefixStore(f"evener/group/{number}", _open_store())
+    return {"store": store, "rank": process.rank, "world_size": process.world}
 
 
 class RankShares(msgspec.Struct, frozen=True):
