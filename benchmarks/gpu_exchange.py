@@ -5,9 +5,10 @@
 
 `caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, compared
 with one process. `neighbour`: another program allocates most of the last rank's GPU during
-training. `kill`, `interrupt`: under torchrun, one rank is killed, or Ctrl-C is pressed, while the
-other retries its pass. `overflow`: one of two ranks overflows in float16, and both skip that step.
-benchmarks/gpu_steps.py compares step times with DistributedDataParallel.
+training. `kill`, `interrupt`: under torchrun, one rank is killed, or Ctrl-C is pressed, while
+another retries its pass and further ones wait for it. `overflow`: one of two ranks overflows in
+float16, and both skip that step. benchmarks/gpu_steps.py compares step times with
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -214,9 +215,10 @@ def overflow_on_one(_: float) -> dict[str, Any]:
 def retry_for_ever(_: float) -> None:
     """Let the second rank retry its pass forever; the first kills itself for "kill"."""
     torch.set_num_threads(1)
-    split = Split(ratios=[1, 1], global_batch=16)
+    world = int(os.environ["WORLD_SIZE"])
+    split = Split(ratios=[1] * world, global_batch=8 * world)
     model = split.wrap(nn.Linear(8, 8).double())
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8, dtype=torch.float64))
+    data = torch.utils.data.TensorDataset(torch.randn(32 * world, 8, dtype=torch.float64))
     mark, dies = Path(os.environ["BENCHMARK_MARK"]), os.environ["BENCHMARK_ENDS"] == "kill"
 
     def compute(part: Any) -> torch.Tensor:
@@ -237,14 +239,17 @@ def retry_for_ever(_: float) -> None:
         split.step(batch, compute)
 
 
-def end_beside_a_retry(how: str) -> dict[str, Any]:
-    """Kill a rank, or press Ctrl-C, while the second rank retries; return how torchrun exits."""
+def end_beside_a_retry(how: str, world: int) -> dict[str, Any]:
+    """Kill a rank, or press Ctrl-C, while the second rank retries; return how torchrun exits.
+
+    The other ranks of `world` wait in the exchange of gradients.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mark, log = Path(folder, "mark"), Path(folder, "log")
         more = {"BENCHMARK_MARK": str(mark), "BENCHMARK_ENDS": how}
         words = [
             "--nproc-per-node",
-            "2",
+            str(world),
             "--master-port",
             str(free_port()),
             "-m",
@@ -309,7 +314,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="*", default=["caps", "neighbour"])
-    parser.add_argument("--ranks", type=int, default=1, help="of `neighbour`, a GPU each")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="of `neighbour`, `kill` and `interrupt`, a GPU each"
+    )
     parser.add_argument(
         "--caps", type=float, nargs="+", default=list(CAPS), help="GiB of the second rank"
     )
@@ -332,7 +339,7 @@ def main() -> None:
                 "the ranks differ"
             )
         else:
-            found[name] = end_beside_a_retry(name)
+            found[name] = end_beside_a_retry(name, max(2, options.ranks))
         print(json.dumps({name: found[name]}), flush=True)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))

@@ -1,14 +1,15 @@
 """Compare step times of evener's gradient exchange with DistributedDataParallel.
 
   python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32]
-  [--profile DIR] [--json FILE]
+  [--last-percent 60] [--profile DIR] [--json FILE]
 
 The models are decoder-only, over NCCL with one GPU per rank, or on two CPU ranks over gloo if there
 is no GPU. The last model is transformers' Llama with 100 M parameters in float32 under autocast;
 the others are in bfloat16. The variants of a model run in the same processes and take turns of a
 few steps; each round builds them anew. The result is the median ratio of neighbouring turns,
 because a machine's own speed changes from second to second. Each variant also has its CPU time per
-step and its peak memory, and with `--profile` the time of its GPU kernels.
+step and its peak memory, and with `--profile` the time of its GPU kernels. With `--last-percent`,
+an MPS daemon gives the last rank that percentage of its GPU's multiprocessors.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gpu_bench import mps_daemon
 from evener.torch.step.wrapped import wrap_module
 from tests.support.torch_start import free_port, rank_environment
 
@@ -293,9 +296,16 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def start(
-    module: str, world: int, *words: str, more: dict[str, str] | None = None
+    module: str,
+    world: int,
+    *words: str,
+    more: dict[str, str] | None = None,
+    of_last: dict[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start the processes of a benchmark's ranks."""
+    """Start the processes of a benchmark's ranks.
+
+    `more` has environment variables for all ranks, and `of_last` for the last rank alone.
+    """
     port, ranks = free_port(), []
     for rank in range(world):
         place = (
@@ -310,6 +320,8 @@ def start(
             **place,
             **(more or {}),
         }
+        if rank == world - 1:
+            environment |= of_last or {}
         command = [sys.executable, "-m", module, *words]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     return ranks
@@ -333,6 +345,7 @@ def main() -> None:
         "--steps", type=int, default=16, help="of each turn; where the host is uneven, few"
     )
     parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--last-percent", type=int, default=100, help="of the last rank's GPU")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument(
         "--profile", type=Path, help="a folder, for what host and GPU spend their time on"
@@ -343,13 +356,23 @@ def main() -> None:
     if options.rank:
         run_rank(options)
         return
-    ranks = start("benchmarks.gpu_steps", options.ranks, *sys.argv[1:], "--rank")
+    words = ("benchmarks.gpu_steps", options.ranks, *sys.argv[1:], "--rank")
+    if options.last_percent == 100:
+        sys.exit(show_first(start(*words)))
+    percent = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(options.last_percent)}
+    with tempfile.TemporaryDirectory() as folder, mps_daemon(Path(folder)) as variables:
+        code = show_first(start(*words, more=variables, of_last=percent))
+    sys.exit(code)
+
+
+def show_first(ranks: list[subprocess.Popen[str]]) -> int:
+    """Show the output of rank 0 until all ranks have ended; return 1 if one failed."""
     show: Callable[[str], Any] = sys.stdout.write
     for line in ranks[0].stdout or ():
         show(line)
         sys.stdout.flush()
     codes = [each.wait() for each in ranks]
-    sys.exit(any(codes))
+    return int(any(codes))
 
 
 if __name__ == "__main__":

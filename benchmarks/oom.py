@@ -2,12 +2,13 @@
 
   python -m benchmarks.oom [--failures 1000] [--at-once 3] [--out DIR]
 
-Each case of tests/support/torch_oom_programs.py is trained by two or three ranks with many seeds.
+Each case of tests/support/torch_oom_programs.py is trained by several ranks with many seeds.
 Memory runs out at random layers, in forward or backward passes, in any pass, on any rank, also
 after buckets have been sent, and before the optimizer's first step. One process that takes the same
 passes gives the expected result. The tolerance is 1e-12 in float64, unless rounding alone exceeds
-it. With two GPUs, two ranks train on them over NCCL; `--at-once` is for GPUs. DIR gets the results
-after each start of ranks, and the ranks' output.
+it. Without GPUs, two or three ranks train over gloo. With two GPUs, two ranks train on them over
+NCCL, and with four, four ranks; `--at-once` is for GPUs. DIR gets the results after each start of
+ranks, and the ranks' output.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from tests.support import torch_oom_programs as programs
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 
 GPUS = torch.cuda.device_count() > 1
-SHARES = ((24, 8), (20, 12)) if GPUS else ((24, 12, 8), (20, 12))
+SHARES: tuple[tuple[int, ...], ...] = ((24, 12, 8), (20, 12))
+if GPUS:
+    SHARES = ((24, 8), (20, 12))
+if torch.cuda.device_count() > 3:
+    SHARES = ((16, 12, 8, 6), (20, 10, 8, 8))
 TRAIN = f"{programs.__name__}.train_all"
 BAR = 1e-12
 SEEDS = 1 if GPUS else 2  # seeds per start of ranks
@@ -86,7 +91,7 @@ def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
                 folder / f"{seed}-{'-'.join(map(str, shares))}",
             )
             if server is None:
-                run_on_gpus(TRAIN, out, shares, seeds)
+                run_on_gpus(TRAIN, out, shares, seeds, world=len(shares))
             else:
                 server.run(TRAIN, out, shares, seeds, ranks=place_ranks(len(shares)))
             ranks = [torch.load(out / f"{rank}.pt") for rank in range(len(shares))]
