@@ -279,9 +279,7 @@ def end_beside_a_retry(how: str, world: int) -> dict[str, Any]:
         ).stdout
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-        said = [
-            line for line in log.read_text().splitlines() if "evener" in line or "Error" in line
-        ]
+        said = [line for line in log.read_text().splitlines() if _is_message(line)]
     return {
         "how": how,
         "exit code": code,
@@ -289,6 +287,11 @@ def end_beside_a_retry(how: str, world: int) -> dict[str, Any]:
         "left": left.split(),
         "said": said[-6:],
     }
+
+
+def _is_message(line: str) -> bool:
+    """True if a line of a rank's output is a message, and not a line of a traceback's code."""
+    return line.startswith("evener: ") or ("Error: " in line and "File " not in line)
 
 
 RANKS: dict[str, Callable[[float], Any]] = {

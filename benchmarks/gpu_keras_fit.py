@@ -164,6 +164,7 @@ def make_data(sizes: Sizes) -> tuple[Any, Any]:
     import numpy as np
 
     random = np.random.default_rng(0)
+    x: Any
     if sizes.model == "gru":
         x = random.integers(1, WORDS, (sizes.rows, sizes.side))
     else:
