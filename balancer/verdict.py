@@ -1,4 +1,4 @@
-"""The verdict of a search as data: the recommendation, the plan's gain over its rivals, doubts.
+"""The verdict of a search as data: the recommendation, the plan's gain over its rivals, and doubts.
 
 `result/judge.py` creates the verdict, `result/sentences.py` writes it as text, and `--json` prints
 its fields (docs/json.md). A rival is another layout that was measured. Gains, errors and fractions
@@ -151,9 +151,9 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    The cause "longest_part" means that the largest share takes more time than its fraction of
-    the batch, and "exchange" that synchronization takes too long. Times are in seconds per step;
-    None if unknown.
+    With the cause "longest_part", the device with the largest share takes too long for the size of
+    that share. With "exchange", synchronization takes too long. Times are in seconds per step; None
+    means unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -262,7 +262,7 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other processes hold. The plan's batches leave it free."""
+    """Memory of a device that other processes hold, so that the plan's batches don't use it."""
 
     device: str
     size_bytes: int
@@ -350,7 +350,7 @@ class AdapterMemory(msgspec.Struct, frozen=True):
     """The approximate memory that training adapters on the frozen model would need.
 
     `state_bytes` is the memory on a device that holds the whole model. `fits_on` are the devices
-    that have as much.
+    with at least that much memory.
     """
 
     kind: str  # lora, qlora
@@ -362,7 +362,8 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 class StateMemory(msgspec.Struct, frozen=True):
     """The memory of a model's state: its parameters, gradients and optimizer state.
 
-    It is reported if shards were tried. `adapters` are training methods that need less memory.
+    It is reported only if the search tried to divide the state among devices (shards). `adapters`
+    are training methods that need less memory.
     """
 
     state_bytes: int

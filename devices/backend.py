@@ -210,7 +210,7 @@ class VitalsWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """For how many seconds the driver hasn't answered the pending call; 0 without one.
+        """The seconds since the driver was asked for the pending reading; 0 if no reading is pending.
 
         The time before the call, while the thread waits for a busy CPU, doesn't count.
         """
@@ -325,9 +325,9 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a device of a plan, usually its id.
+        """Return the text that names a plan's device in `--devices`, which is usually the device's id.
 
-        `device_id` is that id. Raises DeviceError for a device that can't train.
+        Raises DeviceError for a device that can't train.
         """
         return device_id
 

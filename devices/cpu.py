@@ -193,7 +193,7 @@ STEADY_MALLOC = {
 class CpuSlices(Backend):
     """The backend for CPU slices.
 
-    A limit in percent is enforced by the child itself, which spins before each step.
+    The child itself enforces a limit in percent, by busy-waiting before each step.
     """
 
     kind = "cpu"

@@ -40,7 +40,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time per step to synchronize replicas that computation doesn't hide, in ms.
+    """The part of the synchronization time per step that isn't hidden by computation, in ms.
 
     Within a host, it is `base_ms`, and `per_device_ms` for each device after the first. Across
     hosts, `network_ms` and `per_host_ms` are added in the same way.
@@ -299,7 +299,7 @@ class Machine(msgspec.Struct, frozen=True):
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Return the seconds per step that the devices at the positions `active` synchronize."""
+        """Return the synchronization time per step, in seconds, of the devices at the positions `active`."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )

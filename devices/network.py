@@ -159,10 +159,10 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host from a URL or Host header is this machine's loopback; it may have a port.
+    """True if `host`, from a URL or a Host header, is a loopback name or address of this machine.
 
-    A web page elsewhere can make a browser send a request to this machine, but only under the
-    page's own host name, not under a loopback name.
+    `host` may include a port. This check protects a local server: a web page elsewhere can make a
+    browser send a request to this machine, but only under the page's own host name.
     """
     try:
         name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""

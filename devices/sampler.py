@@ -63,7 +63,7 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each simulated device: the samples/s and the share of its probe, by id.
+        """Set the load of each simulated device, by id: its samples/s and its share in the probe.
 
         The samples/s are None while unknown. A device that isn't in `loads` becomes idle. On real
         devices this does nothing, because the probes report their own samples/s.
@@ -246,9 +246,9 @@ class History:
 def stale(
     snapshot: Snapshot, age_seconds: float, why: str = "the driver does not answer"
 ) -> Snapshot:
-    """Return the snapshot with every value marked as stale, and with a note.
+    """Return the snapshot with every value marked as stale, and with a note that says why.
 
-    `age_seconds` is the snapshot's age, and `why` the reason for the note.
+    `age_seconds` is the snapshot's age, and `why` the text of the reason.
     """
     note = f"No reading for {age_seconds:.0f} s: {why}."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)

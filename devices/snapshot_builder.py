@@ -114,9 +114,9 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: first the driver's, then others that write reports.
+    """Return the processes on one device: those that the driver lists, then others that write reports.
 
-    `seen` are the driver's processes, and `rates` was computed from the reports.
+    `seen` are the processes that the driver lists, and `rates` was computed from the reports.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
@@ -229,10 +229,10 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of samples/s as a reading; it is stale if all parts are old.
+    """Return the sum of the samples/s as a reading, without values that are too old.
 
-    Each part is a pair of samples/s and age in seconds. Old parts are left out if others
-    are not old.
+    Each of the `parts` is a pair of samples/s and their age in seconds. If all of them are too old,
+    they are summed nevertheless, and the reading is stale.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)
@@ -257,10 +257,10 @@ def _with_local_ids(
 ) -> Training:
     """Return a training's report with its devices identified by the ids of this machine.
 
-    Devices that have an id already or aren't on this machine stay unchanged. A device given only by
-    an index has the framework's own number, which CUDA_VISIBLE_DEVICES shifts. Such indices are
+    Devices that have an id already or aren't on this machine stay unchanged. If a device has only
+    an index, it is the framework's own number, which CUDA_VISIBLE_DEVICES shifts. Such indices are
     matched to the GPUs on which the driver reports the process (`pids`, by device id) if there are
-    equally many, and to the driver's own numbers otherwise.
+    as many. Otherwise they are taken to be the driver's.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -279,10 +279,10 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each of the framework's own indices `bare`.
+    """Return the device for each index in `bare`, as the training's framework numbers devices.
 
-    If `seen`, the devices on which the driver reports the process, are equally many, they are
-    matched in order. Otherwise the indices are taken to be the driver's.
+    `seen` are the devices on which the driver reports the process. If there are as many of them as
+    indices, they are matched in order. Otherwise the indices are taken to be the driver's.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

@@ -41,7 +41,7 @@ _agents: dict[str, Agent] = {}  # the agents of this process, by host
 class HostLostError(DeviceError):
     """Raised if a host has left the cluster or no longer answers.
 
-    `why` is the end of a sentence that begins with the host.
+    `why` continues a sentence that begins with the host's name, such as "doesn't answer".
     """
 
     def __init__(self, host: str, why: str) -> None:
@@ -83,7 +83,7 @@ class HostActor:
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of the object kept under `name`, and return its result.
 
-        `method` may also be that of one of the object's attributes, as in "local.read".
+        A dotted `method`, such as "local.read", calls a method of one of the object's attributes.
         """
         return attrgetter(method)(self._kept[name])(*arguments)
 
@@ -322,9 +322,9 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """Run a function on every host at the same time, and return the results by agent.
 
-    The function's arguments are the entry of `given` for the host and, if `held`, the ids of the
-    GPUs that the agent reserves, else None. If it raises a RequestError, the error is raised here
-    with the name of the host.
+    The function gets two arguments: the host's entry of `given`, and the ids of the GPUs that the
+    agent reserves (None unless `held`). A RequestError from the function is raised here with the
+    name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [
@@ -376,7 +376,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, as the end of a sentence that begins with the host."""
+    """Return why a host can't be called, as text that continues a sentence about the host."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

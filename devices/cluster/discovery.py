@@ -1,6 +1,6 @@
 """Finds the devices of a Ray cluster that a request or a plan names, and samples them.
 
-Both are done on each host, in evener's actor, by the same code as on a single machine.
+evener's actor on each host does both, with the same code as on a single machine.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all devices of this kind, the devices that may be used, and variables to select them.
+    """Return all devices of this kind, the usable ones, and environment variables that select them.
 
     `held` has Ray's names for the devices that it reserves for this process; None means that all
-    devices may be used. The variables are environment variables. The kind "auto" is the first kind
-    of accelerator on this host.
+    devices are usable. For the kind "auto", the first kind of accelerator found on this host is
+    used.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):

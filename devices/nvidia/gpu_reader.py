@@ -1,4 +1,4 @@
-"""Reads everything that NVML reports about one GPU, the more rarely the more a call costs.
+"""Reads everything that NVML reports about one GPU; expensive calls are made less often.
 
 Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called. Static values take 2 to 3
 ms, temperature and clock 0.4 ms each. One batch of fields and a pair of GPM samples cover the rest.
@@ -380,10 +380,10 @@ class GpuReader:
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """Return for what percentage of the last seconds the GPU was throttled, and the reasons.
 
-        The percentage is that of the longest reason, and the reasons are ordered by duration.
-        Reasons below `LEAST_NAMED_PERCENT` are left out. While the percentage isn't known yet, the
-        current reasons are returned. On chips without throttling counters, both are estimated from
-        the current reasons.
+        The percentage is that of the reason that lasted longest, and the reasons are ordered by
+        duration. Reasons below `LEAST_NAMED_PERCENT` are left out. While the percentage isn't known
+        yet, the current reasons are returned. On chips without throttling counters, both are
+        estimated from the current reasons.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -462,8 +462,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """The processes on one GPU, with their memory and their use of the multiprocessors.
 
-    The last answer is kept between readings and during temporary failures. `since` is the time up
-    to which the use has been read, in microseconds of the driver's clock.
+    The last answer is kept between readings and during temporary failures. The driver has been
+    asked for the use up to the time `since`, in microseconds of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -1,8 +1,9 @@
-"""NVML calls as metrics: a call is made when it is due, and its last value ages until then.
+"""Metrics read by NVML calls: each call is repeated once its period is over.
 
-Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
-performance monitoring (GPM, Hopper and later). It needs two samples, so each tick's sample is kept
-and paired with the next tick's, which avoids waiting.
+Until then, the last value is returned with its age. Failures are classified and retried. The
+activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later).
+It needs two samples, so each tick's sample is kept and paired with the next tick's, which avoids
+waiting.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Metric(Batch):
 class Fields(Batch):
     """A batch of metrics that are read by GetFieldValues.
 
-    `scopes` has the scope of each field that needs one: which NVLinks are counted.
+    Some fields need a scope, which says which NVLinks are counted; `scopes` has it by field.
     """
 
     def __init__(
