@@ -210,7 +210,7 @@ class VitalsWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """The seconds since the driver was asked for the pending reading; 0 if no reading is pending.
+        """The seconds since the driver was asked for the pending reading; 0 if none is pending.
 
         The time before the call, while the thread waits for a busy CPU, doesn't count.
         """
@@ -325,7 +325,7 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text that names a plan's device in `--devices`, which is usually the device's id.
+        """Return the text that names a plan's device in `--devices`, usually the device's id.
 
         Raises DeviceError for a device that can't train.
         """

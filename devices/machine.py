@@ -299,7 +299,7 @@ class Machine(msgspec.Struct, frozen=True):
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:
-        """Return the synchronization time per step, in seconds, of the devices at the positions `active`."""
+        """Return the seconds per step for synchronizing the devices at the positions `active`."""
         return self.sync.seconds(
             len(active), len({self.devices[position].host for position in active})
         )

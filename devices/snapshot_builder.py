@@ -114,7 +114,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: those that the driver lists, then others that write reports.
+    """Return the processes on one device: those the driver lists, then others that write reports.
 
     `seen` are the processes that the driver lists, and `rates` was computed from the reports.
     """

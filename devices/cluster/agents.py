@@ -41,7 +41,7 @@ _agents: dict[str, Agent] = {}  # the agents of this process, by host
 class HostLostError(DeviceError):
     """Raised if a host has left the cluster or no longer answers.
 
-    `why` continues a sentence that begins with the host's name, such as "doesn't answer".
+    `why` continues a sentence that begins with the host's name, such as "has left the cluster".
     """
 
     def __init__(self, host: str, why: str) -> None:

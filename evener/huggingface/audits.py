@@ -1,8 +1,8 @@
-"""Audits of a Trainer: compare the gradient of a few rows in one process with that by shares.
+"""Audits of a Trainer: compare two gradients of a few rows, in one pass and divided into shares.
 
 An audit calls the trainer's own `compute_loss`. The rows of each share are collated separately, and
-their losses are weighted like the trainer's passes. Under `evener run`, the reference isn't one
-process but the program's own launcher: equal parts, each with the trainer's own factors.
+their losses are weighted as in a training step. Under `evener run`, the gradient to compare with is
+the one that the program's own launcher would compute: the mean of the gradients of equal parts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class TrainerAudit:
     """Audits the steps of one trainer.
 
     `dataset` and `collate` are the data set and the collator of its training loader. `gathering`
-    replaces the gathering of metrics, so that audits don't communicate with other ranks.
+    collects the trainer's metrics; it stays local during an audit, so that an audit doesn't
+    communicate with other ranks.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -102,11 +103,11 @@ class TrainerComputations:
         return sketcher
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
-        """Return the reference computation of a few rows, and their computation by shares.
+        """Return two computations of a few rows' gradient, which an audit compares.
 
-        - Reference: one process computes the gradient. With `follows_launcher`, the gradient is
-          that of equal parts, as the program's own launcher computes it.
-        - By shares: passes are weighted by what the loss is a mean over.
+        - The reference: all rows in one process. With `follows_launcher`, it is the mean over equal
+          parts, as the program's own launcher computes it.
+        - The computation by shares: passes are weighted by what the loss is a mean over.
 
         The result also has variants of the computation by shares, from which an audit determines
         the cause of a difference.
@@ -126,7 +127,7 @@ class TrainerComputations:
     def at_once(
         self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
     ) -> Computation:
-        """Return the computation of all rows in one pass, as one of `world` processes would do it.
+        """Return the computation of all rows in one pass, while the trainer sees `world` processes.
 
         The number of items that is passed to the loss is multiplied by `times`, and the loss is
         multiplied by `weight`.
@@ -144,10 +145,11 @@ class TrainerComputations:
         micro: int = 0,
         excess: bool = False,
     ) -> Computation:
-        """Return the computation of the parts by shares, in passes of up to `micro` rows.
+        """Return the computation of a few rows that are divided into shares.
 
-        `batches` are the parts, with `sizes` rows. If `micro` is 0, each part is one pass. With
-        `excess`, the loss keeps the factor by which the trainer's own loss is too large.
+        `batches` has a batch for each share, with `sizes` rows, which are computed in passes of up
+        to `micro` rows. If `micro` is 0, each share is one pass. With `excess`, the loss keeps the
+        factor by which the trainer's own loss is too large.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -163,9 +165,9 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation that the program's own launcher runs: a mean over equal parts.
+        """Return the computation of the program's own launcher: the mean of equal parts' losses.
 
-        The parts are those of the rows in `few`.
+        `few` has the rows divided into these parts.
         """
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:

@@ -37,16 +37,19 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over `rows` rows. `mean` weights the values by these rows, and `sum` adds
-    up `sums`, so that a program which averages or sums gathered values gets the same result as with
-    equal shares.
+    Each value is a mean over a number of rows (`rows`). `mean` weights the values by these numbers.
+    `sum` adds the values before such means were taken (`sums`). So a program that averages or sums
+    gathered values gets the same result as with equal shares.
     """
 
     rows: torch.Tensor
     sums: torch.Tensor  # for each value, the sum over the pieces of its pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum over all ranks, passes and pieces."""
+        """Return the sum over all ranks and passes.
+
+        A pass that was computed in pieces, because memory ran out, counts with each piece's value.
+        """
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,7 +66,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call the function so that its results are plain tensors, without rows and sums."""
+        """Call a torch function on plain tensors, so that its results aren't PassValues."""
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
@@ -72,8 +75,8 @@ class Gathering:
     """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
 
     Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
-    pass returns the values of all passes. `timer` excludes the time spent in gathering from compute
-    time (own work).
+    pass returns the values of all passes. A pass is computed in pieces, smaller groups of its rows,
+    if memory runs out. `timer` excludes the time spent in gathering from compute time (own work).
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -99,7 +102,7 @@ class Gathering:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """End a pass: discard the values that its pieces gathered."""
+        """End a pass: discard the values that the pass, or each piece of it, has gathered."""
         self._pieces, self._gathered_calls = [], []
 
     @contextmanager
@@ -118,9 +121,10 @@ class Gathering:
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of a pass, of which `rows` rows count.
 
-        Further rows are fillers. An evaluation repeats the loss of a batch `repeats` times, once
-        for each row of a full batch. If `ends` is False, the rows are a piece of a pass but not its
-        last one, and they are gathered together with the last piece.
+        Any further rows are fillers. In an evaluation, `repeats` is the number of rows of a full
+        batch, because transformers repeats a batch's loss that many times before it gathers it. If
+        `ends` is False, another piece of the pass follows, and the values are gathered with the
+        last piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -131,10 +135,10 @@ class Gathering:
             self._ends = True
 
     def save(self) -> Callable[[], None]:
-        """Save what passes and pieces have gathered; return a function that restores it.
+        """Save what this batch's passes and pieces have gathered; return a function to restore it.
 
-        The function is called before a pass is repeated. Values that were already gathered from
-        other ranks in this pass stay, because the other ranks don't gather them again.
+        Call that function before a pass is repeated. Values of this pass that were already gathered
+        from other ranks stay, because the other ranks don't gather them again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -209,9 +213,9 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the values that one gather call of this pass receives.
+        """Return the result of one gather call, given what each piece of the pass has passed to it.
 
-        `pieces` has the call's tensor of each piece, with its number of rows. Other ranks' values
+        `pieces` has the tensor of each piece so far, with its number of rows. Other ranks' values
         are included only in the pass's last piece.
         """
         gather = self._gather if self._ends else lambda own: own
@@ -239,10 +243,11 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return each rank's mean of a scalar metric, weighted by rows, with the sums as PassValues.
+    """Return a scalar metric of each rank, with its rows and its sum, as PassValues.
 
-    `values` are this rank's values, one per piece of a pass, computed from `rows` rows. `gather`
-    collects tensors from all ranks. Ranks without rows are left out.
+    `values` are this rank's values, one per piece of a pass, and `rows` the pieces' numbers of
+    rows, by which their mean is weighted. `gather` collects tensors from all ranks. Ranks without
+    rows are left out.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)

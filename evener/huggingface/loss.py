@@ -33,7 +33,8 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def excess(self) -> int:
         """The factor by which the trainer's own loss is too large.
 
-        It is the number of processes if the trainer treats a mean as a part of a sum, otherwise 1.
+        It is the number of processes if the trainer multiplies the loss by this number although the
+        loss is a mean. Otherwise it is 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
@@ -71,9 +72,9 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer treats the loss of a pass as a part of an optimizer step's loss.
+    """True if the trainer expects that a pass's loss is already divided for the optimizer step.
 
-    The trainer doesn't divide such a loss by the number of passes. `items` is num_items_in_batch;
+    The trainer then doesn't divide the loss by the number of passes. `items` is num_items_in_batch;
     None if the trainer couldn't count items.
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)

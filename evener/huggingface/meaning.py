@@ -1,9 +1,9 @@
 """Determine what a Trainer's loss is a mean over, before the first step.
 
 Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
-signature says nothing about their loss. The loss is a mean over whatever makes the weighted
-gradients of parts equal to the gradient of all rows together. The gradients of a few rows are
-compared as in an audit.
+signature says nothing about their loss. So a few rows are computed together and in parts. If the
+gradients of the parts, weighted by labels for example, add up to the gradient of all rows, the loss
+is a mean over labels. Gradients are compared as in an audit.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ def find_loss(
     items.
 
     `computations` computes the trainer's loss, and `gathering` counts its gather calls. `make`
-    returns a few rows of the trainer's data, or None. `ignores` is True if some labels of the data
-    are ignored. In that case, more labels are masked if means over rows and over labels can't be
-    distinguished otherwise. On a CPU, masking is always tried, because an error can be caught
-    there. On a GPU, a loss that doesn't support ignored labels would kill the process. `in_parts`
-    is True if a single process needs smaller passes; any error is then raised.
+    returns a few rows of the trainer's data, or None. `in_parts` is True if a single process needs
+    smaller passes; any error is then raised.
+
+    Some labels are masked first if the rows couldn't distinguish a mean over labels from a mean
+    over rows. This is done if the data have ignored labels (`ignores`), and always on a CPU, where
+    an error can be caught. On a GPU, a loss that doesn't support ignored labels would kill the
+    process.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -110,9 +112,9 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, and
-    otherwise None. A loss that depends on gathered values is then refused, because passes would
-    gather values of fewer rows than a batch has.
+    If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering. A
+    loss that depends on gathered values is then refused, because a pass gathers values of fewer
+    rows than the batch has. It is None otherwise.
     """
 
     def __init__(
@@ -133,11 +135,11 @@ class LossFinder:
         self._nearest = ROWS  # the name with the smallest difference
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over.
+        """Return what the loss is a mean over; None if these rows don't show it.
 
-        Return None if these rows don't show it, or if ranks communicate in the loss. Communication
-        raises RequestError if ranks have different numbers of passes, or if the trainer has to keep
-        the loss of the program's own launcher.
+        Also return None if ranks communicate in the loss. Communication raises RequestError if
+        ranks have different numbers of passes, or if the trainer has to keep the loss of the
+        program's own launcher.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -312,13 +314,13 @@ def _find_together(
 ) -> TrainerLoss | None:
     """Return the result of `find` from the first rank where it isn't None; None if there is none.
 
-    Every rank has to call this function. Raises RequestError on every rank if `find` raises one on
-    any rank. On any other error, a rank has no result: either the program itself has an error,
-    which its first step raises again, or memory ran out. With `keeps_launcher`, an error of the
-    program also raises RequestError on every rank, so that it isn't trained by shares.
+    Every rank has to call this function. If `find` raises RequestError on any rank, it is raised on
+    every rank. After any other error, a rank has no result: either memory ran out, or the program
+    itself has an error, which its first step will raise again. With `keeps_launcher`, an error of
+    the program also raises RequestError on every rank, so that it isn't trained by shares.
 
-    With a sharded model (`in_shards`), raises DeviceError on a rank that ran out of memory. The
-    other ranks wait for its part of the model, and exit when it exits.
+    With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
+    ranks wait for that rank's part of the model, and exit when it exits.
     """
     own = _Finding()
     try:
@@ -344,10 +346,10 @@ def _find_together(
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """Return the rows with most labels of the first rows ignored, or unchanged.
+    """Return the rows with most labels of the first rows ignored, or unchanged if not needed.
 
-    Labels are masked only if the first part has about the same fraction of all labels as of all
-    rows. Otherwise, means over rows and over labels already differ enough to be distinguished.
+    Masking is needed if the first part has about the same fraction of the labels as of the rows,
+    because means over rows and over labels would then be nearly equal.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

@@ -55,8 +55,8 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model to `output_dir`, by default the folder in the trainer's arguments.
 
-        Every process must call this method, because shards are gathered one unit of layers at a
-        time. A checkpoint (`_internal_call`) also contains the optimizer's state, unless
+        Every process must call this method, because it gathers the shards, a few layers at a time.
+        A checkpoint (`_internal_call`) also contains the optimizer's state, unless
         `save_only_model` is set.
         """
         folder = self.args.output_dir if output_dir is None else output_dir

@@ -357,7 +357,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log immediately outside a pass; delay a pass's logs until its batch is computed.
+        """Log, but delay the logs of a pass until its batch is computed.
 
         Only the logs of a batch's last pass are kept, so that metrics are logged once per batch.
         """
@@ -372,9 +372,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large, if `keeps_launcher` is True.
+        """The factor by which the loss stays too large, as under the program's own launcher.
 
-        It is 1 otherwise, because the weights of the passes then correct the loss.
+        It is 1 unless `keeps_launcher` is True, because the weights of the passes otherwise correct
+        the loss.
         """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
@@ -389,7 +390,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss times the weight of the pass; unweighted in evaluation.
+        """Return the class's own loss times the weight of the pass; evaluation doesn't weight it.
 
         Attributes that the class sets while it computes the loss are kept only in the batch's last
         pass, so that they are set once per batch.
@@ -492,9 +493,9 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    `sampler` has the order of rows, and `collate` collates them. With `chooses`, the rows are
-    chosen to differ most, from the next rows and other rows of the epoch. Otherwise the result has
-    the next rows. Return None if there are fewer than two rows.
+    `sampler` has the order of rows, and `collate` collates them. The rows are the next ones of the
+    epoch or, with `chooses`, rows that differ much from each other, chosen from more of the epoch.
+    Return None if there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)
