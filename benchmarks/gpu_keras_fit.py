@@ -305,7 +305,7 @@ def train_few(engine: str, devices: tuple[str, ...], sizes: Sizes) -> list[Any]:
     few = sizes._replace(rows=EXACT_STEPS * EXACT_BATCH - EXACT_BATCH // 2)
     data = make_data(few)
     before = keras.config.floatx()
-    keras.config.set_floatx("float64")
+    _compute_in("float64")
     try:
         if engine:
             split = Split(devices=devices, ratios=[3, 1], global_batch=EXACT_BATCH, engine=engine)
@@ -316,8 +316,16 @@ def train_few(engine: str, devices: tuple[str, ...], sizes: Sizes) -> list[Any]:
         model.fit(*data, batch_size=EXACT_BATCH, epochs=1, shuffle=False, verbose=0)
         found: list[Any] = model.get_weights()
     finally:
-        keras.config.set_floatx(before)
+        _compute_in(before)
     return found
+
+
+def _compute_in(kind: str) -> None:
+    """Make layers that are created from now on have weights of this type, and compute in it."""
+    import keras
+
+    keras.config.set_floatx(kind)
+    keras.config.set_dtype_policy(kind)  # the first layer of a process has fixed it
 
 
 def _build_seeded(sizes: Sizes) -> Any:
