@@ -108,14 +108,19 @@ def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
     reason = ours.why_even()
     if reason:
         is_seen = own.weights() is not None  # weights are recorded for PyTorch's optimizers only
-        if is_seen and (difference is None or difference > NEAR):
+        if is_seen and not is_near(difference):
             return Result(*known, "CHANGED", difference, reason)
         return Result(*known, "even" if ours.said_early() else "LATE", difference, reason)
     if not ours.by_shares():
         return Result(*known, "SILENT", difference)
-    if difference is None or difference > NEAR:
+    if not is_near(difference):
         return Result(*known, "CHANGED", difference)
     return Result(*known, "by shares", difference)
+
+
+def is_near(difference: float | None) -> bool:
+    """True if a difference is known and no more than rounding; False if weights aren't numbers."""
+    return difference is not None and difference <= NEAR
 
 
 def print_table(kept: Path, names: list[str]) -> None:
@@ -170,7 +175,7 @@ class Start:
         (self._folder / "plan.toml").write_text(PLAN)
         self._words = program.words.format(**places)
         self._own = program.own.format(words=self._words, **places).split()
-        self._code = -1
+        self._code, self._is_late = -1, False
 
     def run(self) -> Start:
         """Train, and return this run."""
@@ -188,6 +193,7 @@ class Start:
                 try:
                     self._code = process.wait(SECONDS)
                 except subprocess.TimeoutExpired:
+                    self._is_late = True
                     os.killpg(process.pid, signal.SIGKILL)
         return self
 
@@ -239,6 +245,8 @@ class Start:
         """Return "ended", or the exit code and the last error in the log."""
         if not self._code:
             return "ended"
+        if self._is_late:
+            return f"it didn't end within {SECONDS} s"
         lines = [line for line in self._lines() if re.search(r"\b\w*(Error|Exception)\b:", line)]
         return f"exit code {self._code}: {(lines or ['?'])[-1].strip()[:300]}"
 

@@ -309,7 +309,7 @@ PROGRAMS = {
     "fabric": job("Lightning Fabric, image classifier", "fabric_images.py", "lightning"),
     "ultralytics": Program(
         title="ultralytics, YOLO classifier",
-        words="{jobs}/yolo.py {inputs}/images",
+        words="{jobs}/yolo.py {inputs}/imagenet",  # it has a folder val, too
         packages=("ultralytics",),
     ),
     "st_cosine": job(
@@ -374,7 +374,7 @@ PROGRAMS = {
     ),
     "imagenet": Program(
         title="pytorch/examples, imagenet/main.py",
-        words="{src}/examples/imagenet/main.py -a shufflenet_v2_x0_5 --epochs 1 -b 8 -j 1 "
+        words="{src}/examples/imagenet/main.py -a squeezenet1_1 --epochs 2 -b 4 -j 1 --lr 0.001 "
         "--world-size 2 --dist-url env:// --dist-backend gloo --seed 3 --print-freq 5 "
         "{inputs}/imagenet",
         packages=("torchvision",),
@@ -386,7 +386,9 @@ PROGRAMS = {
         words="{src}/moco/main_moco.py {inputs}/few -a resnet18 -b 8 -j 1 --epochs 1 --lr 0.03 "
         "--moco-k 16 --multiprocessing-distributed --world-size 1 --rank 0 --seed 3 "
         "--dist-url tcp://127.0.0.1:29571 --dist-backend gloo",
-        packages=("torch",),
+        packages=("torch", "torchvision"),
+        environment="vision",
+        always=(("OLD_TORCH", "1"),),
         own="python {words}",
         on_cpu=True,
         by_row=True,
@@ -459,16 +461,16 @@ PROGRAMS = {
         always=(("TORCHDYNAMO_DISABLE", "1"),),
     ),
     **{
-        f"loop_{kind}": job(f"a loop: {title}", f"loops.py {kind}", "torch")
-        for kind, title in (
-            ("plain", "a compiled network, losses logged over ranks"),
-            ("stream", "an IterableDataset"),
-            ("prefetched", "a prefetcher as apex's examples have it"),
-            ("mixed", "mixup by randperm(len(x))"),
-            ("gathered", "all_gather of each step's predictions"),
-            ("centred", "a centre of all ranks' rows, as DINO has it"),
-            ("whole", "items that are whole batches, as kohya has them"),
-            ("boxes", "torchvision's Faster R-CNN, lists of pictures"),
+        f"loop_{kind}": job(f"a loop: {title}", f"loops.py {kind}", "torch", environment=home)
+        for kind, title, home in (
+            ("plain", "a compiled network, losses logged over ranks", "all"),
+            ("stream", "an IterableDataset", "all"),
+            ("prefetched", "a prefetcher as apex's examples have it", "all"),
+            ("mixed", "mixup by randperm(len(x))", "all"),
+            ("gathered", "all_gather of each step's predictions", "all"),
+            ("centred", "a centre of all ranks' rows, as DINO has it", "all"),
+            ("whole", "items that are whole batches, as kohya has them", "all"),
+            ("boxes", "torchvision's Faster R-CNN, lists of pictures", "vision"),
         )
     },
     "text_to_image": Program(

@@ -32,6 +32,7 @@ BY_SHARES, OTHER = (
         "tests.support.run_objects",
         "tests.support.run_other",
         "tests.support.run_sharded",
+        "tests.support.run_sums",
         "tests.support.run_unlike",
     ),
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchtune.training
 from omegaconf import OmegaConf
 from torchtune.models.llama2 import llama2
 
@@ -51,7 +52,12 @@ def make_rows(_tokenizer: Any, **_: Any) -> Rows:
 
 def make_settings(folder: Path, adapters: bool) -> Any:
     """Return the configuration of a recipe, as `tune cp` writes it."""
-    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
+    lora = {
+        "lora_attn_modules": ["q_proj", "v_proj"],
+        "apply_lora_to_mlp": False,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+    }
     return OmegaConf.create(
         {
             "output_dir": str(folder),
@@ -105,6 +111,10 @@ def train(adapters: bool) -> None:
     made = runpy.run_path(str(recipes / f"{kind}_finetune_distributed.py"))  # as `tune run` does
     folder = Path(f"rank{os.environ['RANK']}").absolute()
     folder.mkdir()
+    # the recipes ask for a GPU's memory even if they don't log it
+    torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda: None
+    torchtune.training.get_memory_stats = lambda **_: {}
+    torchtune.training.log_memory_stats = lambda *_: None
     torch.manual_seed(3)
     torch.save(llama2(**SIZES).state_dict(), folder / "model.pt")
     settings = make_settings(folder, adapters)

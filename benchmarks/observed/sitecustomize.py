@@ -5,10 +5,11 @@ and makes random numbers depend on rows only.
 
 OBSERVED is the folder for the weights that the first rank's optimizers train, before the first step
 of each optimizer and after its last. With MOVED, evener's shares change from even to 3:1, 1:3 and
-so on, every five steps. With BY_ROW, random numbers that a program draws in the training process
-are the same for all rows, and those drawn by its data set follow from a row's index, so a row has
-the same ones on every rank. Otherwise a program with dropout or augmentation would draw other
-numbers with other shares, as with another seed.
+so on, every five steps. With OLD_TORCH, comparisons give contiguous tensors, as older scripts
+expect. With BY_ROW, random numbers that a program draws in the training process are the same for
+all rows, and those drawn by its data set follow from a row's index, so a row has the same ones on
+every rank. Otherwise a program with dropout or augmentation would draw other numbers with other
+shares, as with another seed.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def _watch_torch(torch: Any) -> None:
         _draw_by_row(torch)
     if os.environ.get("ON_CPU"):
         _stay_on_cpu(torch)
+    if os.environ.get("OLD_TORCH"):
+        wrap_function_wrapper(torch, "Tensor.eq", _compare_contiguously)
 
 
 def _drop_ids(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
@@ -98,6 +101,11 @@ def _drop_ids(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
         keywords.pop("device_ids")
         keywords.pop("output_device", None)
     wrapped(*arguments, **keywords)
+
+
+def _compare_contiguously(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Compare tensors, and lay out the result as PyTorch did before 1.7, so that `view` works."""
+    return wrapped(*arguments, **keywords).contiguous()
 
 
 def _draw_by_row(torch: Any) -> None:
@@ -192,12 +200,30 @@ def _stay_on_cpu(torch: Any) -> None:
     wrap_function_wrapper(torch.cuda, "is_available", _is_available)
     wrap_function_wrapper(torch.cuda, "max_memory_allocated", lambda *_: 0)
     wrap_function_wrapper(torch.distributed, "init_process_group", begin)
+    _pretend_accelerator(torch)
+
+
+def _pretend_accelerator(torch: Any) -> None:
+    """Give scripts that ask torch.accelerator the CPU, under the name of a GPU."""
+    accelerator = torch.accelerator
+
+    def current(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        return torch.device("cuda") if _asks_for_script() else wrapped(*arguments, **keywords)
+
+    wrap_function_wrapper(accelerator, "is_available", _is_available)
+    wrap_function_wrapper(accelerator, "current_accelerator", current)
+    wrap_function_wrapper(accelerator, "set_device_index", lambda *_: None)
 
 
 def _is_available(wrapped: Any, _: Any, arguments: Any, __: Any) -> bool:
     """Return True to the script itself, which would otherwise use no process group or exit."""
-    asks = sys._getframe(1).f_globals.get("__name__")
-    return asks in ("__main__", "__mp_main__") or bool(wrapped(*arguments))
+    return _asks_for_script() or bool(wrapped(*arguments))
+
+
+def _asks_for_script() -> bool:
+    """True if the script itself calls the wrapped function whose wrapper calls this one."""
+    asks = sys._getframe(2).f_globals.get("__name__")
+    return asks in ("__main__", "__mp_main__")
 
 
 def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:

@@ -25,7 +25,8 @@ from torch.nn.functional import pad
 from ..errors import RequestError
 from ..torch.private import is_view
 from .guard import Guard
-from .origins import Origins, each_tensor_in
+from .marks import each_tensor_in
+from .origins import Origins
 
 # collective -> the names of its input and output arguments
 ARGUMENTS = {
@@ -63,6 +64,8 @@ _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
 # collectives that accept tensors of different sizes
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
+_SUMMING = {"sum", "avg"}  # operations of an all-reduce that add the ranks' values
+_GATHERS = {"all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base"}
 LIBRARIES = {
     "torch",
     "accelerate",
@@ -82,6 +85,7 @@ _BETWEEN = (
     "accelerate.accelerator",
     "evener.program",
     "evener.torch.audit",
+    "evener.torch.rows.structure",
     "wrapt",
     "contextlib",
     "functools",
@@ -130,31 +134,43 @@ class Exchanges:
         keywords: Any,
         guard: Guard | None,
         is_uneven: bool,
+        checks: bool = True,
     ) -> Any:
         """Call the collective `wrapped`, and return its result.
 
-        If `guard` is given, check whether the exchanged values prevent uneven shares, and set
-        `fault` if so. If shares are uneven (`is_uneven`), a gather returns each rank's actual
-        number of rows. Collectives that a known library calls aren't inspected.
+        If `guard` is given and `checks` is True, check whether the exchanged values prevent uneven
+        shares, and set `fault` if so. If shares are uneven (`is_uneven`), a gather returns each
+        rank's actual number of rows. Collectives that a known library calls aren't inspected.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
             return wrapped(*arguments, **keywords)
         self._note()
         call = make_call(wrapped, arguments, keywords, place)
-        if guard is not None:
+        if guard is not None and not checks:
+            _prepare_guard(call, guard)
+            _forget_filled(call, guard)
+            guard = None
+        if guard is None:
+            return self._run(call, is_uneven)
+        is_total = _sums_rows(call, guard)
+        if not is_total:
             self._look(call, guard)
-            for each in each_tensor_in(call.filled):
-                guard.save_scalar(each)
-        depends_on_rows = guard is not None and _depends_on_rows(call, guard)
-        with self._within():
-            compares = is_uneven and not self._knows_rows
-            result = run_compared(call) if compares else wrapped(*arguments, **keywords)
-        if depends_on_rows:
+        _prepare_guard(call, guard)
+        depends_on_rows = _depends_on_rows(call, guard)
+        result = self._run(call, is_uneven)
+        if is_total:
+            self._mark_total(call, guard, result)
+        elif depends_on_rows:
             self._mark(call, result)
-        elif guard is not None:
+        else:
             _forget_filled(call, guard)
         return result
+
+    def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
+        """Call the collective; if shares are uneven, let a gather return ranks' actual rows."""
+        with self._within():
+            return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
         """Set `fault`, because values from a collective affect what the model learns.
@@ -209,6 +225,15 @@ class Exchanges:
                 f"and that may depend on its own rows"
             )
 
+    def _mark_total(self, call: ExchangeCall, guard: Guard, result: Any) -> None:
+        """Record that a call gave sums over the rows of all ranks."""
+        _forget_filled(call, guard)
+        filled = result if call.filled is None else call.filled
+        if call.name in _GATHERS:
+            self.origins.write_gathered(filled, call.words)
+        else:
+            self.origins.write_totals(filled, call.words)
+
     def _mark(self, call: ExchangeCall, result: Any) -> None:
         filled = result if call.filled is None else call.filled
         if call.name in _OBJECTS:
@@ -242,6 +267,34 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
     """True if the exchanged values may be computed from a rank's rows."""
     return call.name not in FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
+
+
+def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
+    """True if a call gives sums over the rows of all ranks, or gathers each rank's sum.
+
+    These are the same, or have the same sum, however the ranks share the rows.
+    """
+    every = _tensors(call)
+    if call.name == "all_reduce":
+        is_sum = _name_operation(call) in _SUMMING
+    else:
+        is_sum = call.name in _GATHERS and all(each.numel() == 1 for each in every)
+    group = call.bound.arguments.get("group")
+    is_all = group in (None, dist.group.WORLD)
+    return is_sum and is_all and bool(every) and all(map(guard.is_sum_over_rows, every))
+
+
+def _name_operation(call: ExchangeCall) -> str:
+    """Return the name of an all-reduce's operation, such as "sum"."""
+    given = call.bound.arguments
+    operation = given.get("op", given.get("reduceOp", ""))
+    return str(operation).rpartition(".")[2].lower()
+
+
+def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
+    """Keep the values of scalars that a call is about to overwrite, one of which may be a loss."""
+    for each in each_tensor_in(call.filled):
+        guard.save_scalar(each)
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:

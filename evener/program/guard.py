@@ -18,13 +18,16 @@ import torch
 
 from ..errors import RequestError
 from ..torch.audit.compute import GradientSketcher
+from ..torch.audit.nested_values import is_arithmetic, leaves_in, nested_tensors
 from ..torch.audit.objects import unfold
 from ..torch.audit.record import (
     AS_WRITTEN,
     ROW_COUNTS,
     LossRecord,
     Recorder,
+    RowNumber,
     WrittenCall,
+    may_count,
     replay,
 )
 from ..torch.audit.replay import NOT_A_NUMBER, Compute, audit_record
@@ -34,6 +37,7 @@ from ..torch.audit.state import kept_state
 from ..torch.audit.step import Computations, compare_losses
 from ..torch.rows.structure import address, cut_rows, tensors_in
 from ..torch.training_audits import (
+    add_unweighted,
     make_launcher_computations,
     make_share_computations,
     weigh_gradients,
@@ -41,6 +45,7 @@ from ..torch.training_audits import (
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
+ROUNDING = 1e-5  # largest difference of equal sums, relative to their largest element
 LATER_CALLS = 100  # maximum number of calls recorded after the backward pass
 LOOK_AGAIN = 4  # factor between the steps at which a guard checks again
 SINGLE_ROW = "each rank has a single row at a time, which can't be divided to compare losses"
@@ -48,6 +53,10 @@ CANT = "its loss can't be computed again to compare it"
 PART = (  # although the loss of all rows was computed again
     "its loss can't be computed for a part of its rows, as where each row is compared with the "
     "others of its batch"
+)
+LOCAL_USE = (
+    "a value of each rank's own rows changes its gradients or weights after the backward pass, and "
+    "uneven shares would change it"
 )
 UNSEEN = "no backward pass was seen in its first step"
 MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for models
@@ -67,6 +76,10 @@ class Guard(Recorder):
     GradientSketcher that computes gradients; by default, only the models' gradients are computed.
     `step` is the number of the training step, for messages.
 
+    `are_sums` is True if the training adds ranks' gradients unweighted, because losses are sums
+    over rows. If it is None, the guard finds out: its attribute `are_sums` is True if the loss is
+    such a sum.
+
     `agree` is only passed if ranks communicate in the models' layers. Losses are then compared
     instead of gradients, and all ranks compute the same passes. `agree` gathers the faults of all
     ranks before and after these passes, and returns the first of them.
@@ -82,8 +95,13 @@ class Guard(Recorder):
         sketcher: MakeSketcher | None = None,
         step: int = 1,
         agree: Callable[[str], str] | None = None,
+        are_sums: bool | None = False,
     ) -> None:
         self.fault = UNSEEN
+        self.are_sums = bool(are_sums)
+        self._finds_sums = are_sums is None
+        self.local_use = ""  # why a value of this rank's own rows changes gradients or weights
+        self.has_asked_length = False  # True if the program has called len() on rows
         self.measured = False
         self.entered = ""  # the collective whose values are in the loss
         # numbers used in computing the loss, other than the batch and the models
@@ -119,8 +137,9 @@ class Guard(Recorder):
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
         """Record that a function's result depends on exchanged values, if its arguments do."""
+        self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
-            self._origins.follow(function, arguments, keywords, result)
+            self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
         """Return the loss as a number, as it was before a collective overwrote it in place.
@@ -133,6 +152,30 @@ class Guard(Recorder):
     def _write(self, *arguments: Any, **options: Any) -> None:
         if self._most is None or len(self._tape) < self._most:
             super()._write(*arguments, **options)
+
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        """True for a small tensor that was created before the batch and isn't the same by shares.
+
+        Sums over all ranks' rows are excluded, as they are the same with any shares.
+        """
+        totals = self._origins.totals if self._origins is not None else None
+        is_total = totals is not None and bool(totals.find(tensor))
+        return super()._is_given(tensor) and not is_total
+
+    def _note_use(self, function: Any, given: Any) -> None:
+        """Record what a call of `function` combines with weights or gradients.
+
+        A value of this rank's own rows, such as its own count of labels, sets `local_use`.
+        """
+        super()._note_use(function, given)
+        if self.local_use or not is_arithmetic(function):
+            return
+        every = nested_tensors(given)
+        own = [each for each in every if each.numel() == 1 and id(each) in self._made]
+        if not any(map(self.goes_by_rows, own)):
+            return
+        if self._has_at({address(each) for each in every} - {0}):
+            self.local_use = LOCAL_USE
 
     def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
         super()._enter(model, arguments, keywords)
@@ -169,6 +212,62 @@ class Guard(Recorder):
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is known to be computed from the batch."""
         return self._walk(tensor)[1]
+
+    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor is known to be computed from the batch or from its number of rows."""
+        places, reached, _ = self._walk(tensor)
+        return reached or any(
+            isinstance(each, RowNumber)
+            for place in places
+            for each in leaves_in((self._tape[place].arguments, self._tape[place].keywords))
+        )
+
+    def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor is a sum over the batch's rows, such as a count of labels.
+
+        The recorded calls are run again on a few rows, at once and in two parts. A tensor with a
+        gradient counts as no sum, and neither does one whose calls are unknown.
+        """
+        places, _, is_known = self._walk(tensor)
+        entries = [self._tape[place] for place in sorted(places)]
+        meets = self._agree is not None and any(each.from_model for each in entries)
+        if not entries or not is_known or meets or self.rows < 2 or tensor.requires_grad:
+            return False
+        record = LossRecord(
+            [self.take_inner(each) for each in self.models],
+            self.batch,
+            self.rows,
+            entries,
+            tensor,
+            0.0,
+            self.random,
+            (),
+            False,
+            self.objects,
+        )
+        self._busy = True
+        try:
+            with suppress(Exception), torch.no_grad(), kept_state([self._join_models()]):
+                return self._are_parts_added(record, tensor)
+            return False  # the functions don't work with fewer rows
+        finally:
+            self._busy = False
+
+    def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
+        """True if the record computes the tensor, and its parts of a few rows add up to the whole.
+
+        It is False if the whole is 0, as a sum of nothing says nothing.
+        """
+        few = next(iter(self._list_rows()), None)
+        if few is None or not _are_near(record.compute(self.batch, self.rows), tensor):
+            return False
+        whole = record.compute(few.whole, few.rows)
+        parts = [record.compute(*each) for each in zip(few.parts, few.sizes, strict=True)]
+        is_alike = {each.shape for each in parts} == {whole.shape}
+        return is_alike and bool(whole.count_nonzero()) and _are_near(sum(parts), whole)
+
+    def _join_models(self) -> torch.nn.Module:
+        return torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is an integer or boolean 0 or 1 that wasn't computed from the batch.
@@ -210,8 +309,7 @@ class Guard(Recorder):
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
-        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
-        with kept_state([model]):
+        with kept_state([self._join_models()]):
             made: torch.Tensor = replay(entries, known, rows, lambda number: number, id(tensor))
             return made
 
@@ -291,8 +389,10 @@ class Guard(Recorder):
         computations = make_share_computations(
             few, lambda part: record.compute(part.batch, part.rows)
         )
+        if self.are_sums:
+            computations = add_unweighted(computations)
         found = compare_losses(sketcher, computations)
-        if fault or found is None:
+        if fault or found is None or self._is_found_sum(record, found[1]):
             return fault
         self.measured = True
         difference, cause = found
@@ -301,6 +401,8 @@ class Guard(Recorder):
     def _audit(self, record: LossRecord) -> str:
         def computations(few: FewRows, compute: Compute) -> Computations:
             made = make_launcher_computations(few, lambda part: compute(part.batch, part.rows))
+            if self.are_sums:
+                made = add_unweighted(made)
             return weigh_gradients(made, few.rows / (2 * record.rows))
 
         sketcher = partial(self._make_sketcher, record.models)
@@ -317,18 +419,39 @@ class Guard(Recorder):
         if difference is None:
             fault = found.audited.fault
             return f"its gradient can't be compared: {fault}" if fault else ""
-        self.measured = True
         audited = found.audited
+        if self._is_found_sum(record, audited.cause):
+            return ""
+        self.measured = True
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
+
+    def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
+        """True if the guard may find a loss to be a sum, and `cause` says that it is; note that.
+
+        A number in the loss or with its gradients that may count rows, such as len() of a list,
+        would make a mean look like a sum.
+        """
+        if not self._finds_sums or cause != "sum" or record.may_count_rows():
+            return False
+        self.are_sums = True
+        return True
+
+    @property
+    def divides_sums(self) -> bool:
+        """True if losses are sums, and gradients are changed by a number that may count rows."""
+        return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
         """Return a few rows that the loader's collate function has collated again.
 
-        Return None if collating them again may give a different batch. The rows are
-        fetched on the first call only.
+        Return None if collating them again may give a different batch, or if each row has tensors
+        of its own, as in a list of pictures: their number then depends on the number of rows. The
+        rows are fetched on the first call only.
         """
         if not self._collated and self._few is not None:
-            self._collated = [self._few()]
+            few = self._few()
+            count = 0 if few is None else len([x for x in tensors_in(unfold(few.whole)) if x.ndim])
+            self._collated = [few if count == len(self.batch) else None]
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
@@ -341,6 +464,15 @@ class Guard(Recorder):
         every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
         return [each for each in every if each is not None]
+
+
+def _are_near(one: Any, other: Any) -> bool:
+    """True if two tensors are equal except for rounding."""
+    one, other = torch.as_tensor(one).double(), torch.as_tensor(other).double()
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and bool(
+        torch.allclose(one, other, rtol=0, atol=ROUNDING * largest)
+    )
 
 
 def _describe_error(error: Exception) -> str:

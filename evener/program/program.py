@@ -171,7 +171,7 @@ class Program:
         words = ""
         is_in_loop = self._loop is not None and not self._loop.is_over
         if not is_in_loop and self._passes == FEW_PASSES:
-            words = views.NO_LOADER
+            words = views.NO_LOADER if self._newest_loader is None else views.BEGUN_EARLY
         elif is_in_loop and self._passes == MANY_PASSES:
             words = views.NO_OPTIMIZER
         if words:
@@ -324,9 +324,9 @@ class Program:
         """Run a collective that the program or a library starts, and inspect what it exchanges."""
         if self._even_start is not None and comes_from_rows(wrapped.__name__):
             self._note_callback(self._even_start, wrapped.__name__)
-        guard = self._guard if self.training is None else None
         is_uneven = self.is_uneven or self.notebook.was_uneven
-        return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
+        checks = self.training is None
+        return self.exchanges.see(wrapped, arguments, keywords, self._guard, is_uneven, checks)
 
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record that the program's own code calls the collective `name` in a trainer's step.
@@ -405,9 +405,11 @@ class Program:
         agree = self._agree if self._meets_in_layers else None
         given: dict[str, Any]
         if self.training is None:
-            given = {"origins": self.exchanges.origins}
+            given = {"origins": self.exchanges.origins, "are_sums": None}
         else:
-            given = {"sketcher": self.training.audits.make_sketcher, "step": self._steps + 1}
+            are_sums = self.training.weights.are_sums
+            sketcher = self.training.audits.make_sketcher
+            given = {"sketcher": sketcher, "step": self._steps + 1, "are_sums": are_sums}
         rows = loop.count_rows()
         return Guard(self.models, loop.batch, loop.few_rows, rows=rows, agree=agree, **given)
 
@@ -623,7 +625,7 @@ class Program:
             return
         models = [each for each in self.models if each.training]
         try:
-            training = self._plan_loop(models, loop)
+            training = self._plan_loop(models, loop, every[0].are_sums)
         except EvenerError as error:
             self.stay_even(error.message)
             return
@@ -638,10 +640,14 @@ class Program:
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
-    def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
-        """Return a PlannedTraining for a loop's models, and attach it to the models."""
+    def _plan_loop(self, models: list[Any], loop: Any, are_sums: bool) -> PlannedTraining:
+        """Return a PlannedTraining for a loop's models, and attach it to the models.
+
+        With `are_sums`, losses are sums over rows, so ranks' gradients aren't weighted by rows.
+        """
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
+        training.weights.are_sums = are_sums
         for each in models:
             sharded.follow(training, each)
         return training
@@ -694,12 +700,9 @@ class Program:
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
-        numbers, uses = (None, ()) if guard is None else (guard.numbers, guard.uses)
         if self.training is not None:
-            if guard is not None:
-                self._note_fault(guard)
-            fault = guard.fault if guard and guard.measured else ""
-            return RankView(fault, loop.shared_batches.digest, self._rates, numbers, uses)
+            return self._view_shares(loop, guard)
+        numbers, uses = (None, ()) if guard is None else (guard.numbers, guard.uses)
         self._compare_numbers(numbers)
         fault = self._find_fault(loop, guard)
         warning = ""
@@ -707,10 +710,25 @@ class Program:
             warning = views.OTHER_ROWS
         elif not fault and guard is not None and guard.padded:
             warning = views.PADDED
-        exchanges = self.exchanges.origins.seen
         return RankView(
-            fault, loop.shared_batches.digest, self._rates, numbers, uses, warning, exchanges
+            fault,
+            loop.shared_batches.digest,
+            self._rates,
+            numbers,
+            uses,
+            warning,
+            are_sums=guard is not None and guard.are_sums,
+            exchanges=self.exchanges.origins.seen,
         )
+
+    def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
+        """Return this rank's view of steps by shares; `guard` is the closed guard of the last."""
+        order = loop.shared_batches.digest
+        if guard is None:
+            return RankView("", order, self._rates)
+        self._note_fault(guard)
+        fault = guard.fault if guard.measured else ""
+        return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
         """Return why shares have to stay even according to this rank; empty if there is no reason.
@@ -720,7 +738,10 @@ class Program:
         faults = [views.find_fault(each) for each in self.models if each.training]
         faults += [loop.shared_batches.fault, self._fault, self.exchanges.fault]
         if guard is not None:
-            faults += [guard.fault, "" if guard.exchanges else views.LOCAL]
+            faults += [guard.fault, "" if guard.exchanges else views.LOCAL, guard.local_use]
+            faults.append(views.DIVIDED if guard.divides_sums else "")
+            if guard.are_sums and self.notebook.settings.noise:
+                faults.append(views.NO_NOISE)
         if loop.sampler is None:
             faults.append(views.NO_SAMPLER)
         elif loop.sampler.global_batch == dist.get_world_size():

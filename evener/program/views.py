@@ -60,12 +60,18 @@ SINGLE = (
 SEVERAL = "its steps take rows of several loaders"
 # relative tolerance, because different kinds of GPUs round computed values differently
 NEAR = 1e-4
+DIVIDED = (
+    "its loss is a sum over rows, and its gradients are then changed by a number that may be a "
+    "count of each rank's own rows"
+)
+NO_NOISE = "--noise measures a mean over rows, and its loss is a sum"
 DIFFERENCES = {  # differences between the views of the ranks, the most serious first
     "order": "its ranks draw different orders of rows, or batches of other sizes",
     "rates": "its ranks step at different rates",
     "numbers": (
         "its ranks compute their losses, or change weights and gradients, with different numbers"
     ),
+    "are_sums": "the loss of some of its ranks is a sum over rows, and that of others a mean",
 }
 
 
@@ -81,6 +87,7 @@ class RankView(msgspec.Struct, frozen=True):
     numbers: tuple[float, ...] | None = None  # numbers in the loss, if a guard has checked it
     uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
     warning: str = ""  # warning about what may differ under shares
+    are_sums: bool = False  # True if the loss is a sum over rows instead of a mean
     exchanges: bool = False  # True if the program's own code exchanges values between ranks
 
 
@@ -89,7 +96,7 @@ def find_difference(every: list[RankView]) -> str:
 
     The result is empty if the views agree.
     """
-    for name in ("order", "rates"):
+    for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
     looked = [each for each in every if each.numbers is not None]

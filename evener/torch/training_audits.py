@@ -684,7 +684,8 @@ class TrainingAudits:
         loss = refuse_collectives(compute)
         if self._training.world > 1:
             make = make_launcher_computations if self.follows_launcher else make_share_computations
-            return make(few, loss, counted, FEW if in_passes else 0)
+            made = make(few, loss, counted, FEW if in_passes else 0)
+            return add_unweighted(made) if self._training.weights.are_sums else made
         whole = _make_computation(loss, counted, [few.whole], [few.rows], 0)
         trained = _make_computation(loss, counted, [few.whole], [few.rows], FEW)
         changes = {"sum": AuditChange(_unweighted(trained))}
@@ -967,6 +968,21 @@ def make_launcher_computations(
         trained = changes["collation"].trained
         changes["collation"] = AuditChange(trained, as_launched(few.even_cut))
     return msgspec.structs.replace(made, reference=as_launched(few.even), changes=changes)
+
+
+def add_unweighted(computations: Computations) -> Computations:
+    """Return the computations of a loss that is a sum over rows.
+
+    All parts then have the same weight. Causes that only a mean has are left out.
+    """
+    trained = computations.changes["sum"].trained
+    changes = {"sum": AuditChange(trained)}
+    collated = computations.changes.get("collation")
+    if collated is not None:
+        weight = trained[0].weight
+        cut = [msgspec.structs.replace(each, weight=weight) for each in collated.trained]
+        changes["collation"] = AuditChange(cut, collated.reference)
+    return msgspec.structs.replace(computations, trained=trained, changes=changes)
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from evener.program.guard import Guard
+from evener.torch.audit.rows import fetch_rows
 
 ROWS = 8
 Body = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -229,6 +230,41 @@ def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch
     guard.close()
     assert "a row for each sample" in guard.fault
     assert not guard.measured
+
+
+def test_rows_that_are_tensors_of_their_own_are_not_compared() -> None:
+    """A list of pictures has as many tensors as rows, so fewer rows have fewer of them."""
+    rows = [(torch.randn(3, 4), torch.ones(())) for _ in range(6)]
+
+    def collate(items: Any) -> Any:
+        return tuple(zip(*items, strict=True))
+
+    batch, model = collate(rows[:4]), nn.Linear(4, 1)
+    guard = Guard([model], batch, lambda: fetch_rows(rows, collate, range(6)), rows=4)
+    model(torch.stack(batch[0])).mean().backward()
+    guard.close()
+    assert "a row for each sample" in guard.fault
+
+
+@pytest.mark.parametrize("rows", [ROWS, 5])
+def test_a_sum_is_found_where_it_may_be_and_is_then_right(rows: int) -> None:
+    inputs, model = torch.randn(rows, 5), nn.Linear(5, 3)
+
+    def look(are_sums: bool | None, factor: float = 1.0) -> Guard:
+        guard = Guard([model], inputs, are_sums=are_sums)
+        (model(inputs).square().sum() * factor).backward()
+        guard.close()
+        return guard
+
+    found, expected = look(None), look(True)
+    assert (found.fault, found.are_sums, expected.fault) == ("", True, "")
+    assert "it is a sum" in look(False).fault
+    assert "it is a sum" in look(None, 1 / rows).fault  # a mean, divided by len()
+    mean = Guard([model], inputs, are_sums=True)
+    model(inputs).square().mean().backward()
+    mean.close()
+    assert mean.fault
+    assert mean.measured
 
 
 def test_packed_rows_are_written_down_and_computed_again() -> None:

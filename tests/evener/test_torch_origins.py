@@ -34,19 +34,29 @@ def _fill(made: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
     return made
 
 
+class NoRows:
+    """A batch from which nothing was computed."""
+
+    rows, has_asked_length = 4, False
+
+    def goes_by_rows(self, _: Tensor) -> bool:
+        return False
+
+
 class Follower(TorchFunctionMode):
     """A mode that tracks every function."""
 
-    def __init__(self, origins: Origins) -> None:
+    def __init__(self, origins: Origins, rows: Any = None) -> None:
         super().__init__()
         self.origins = origins
+        self.rows = rows or NoRows()
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         given = keywords or {}
         result = function(*arguments, **given)
-        self.origins.follow(function, arguments, given, result)
+        self.origins.follow(function, arguments, given, result, self.rows)
         return result
 
 

@@ -43,9 +43,15 @@ EXACT = [
     ("sharded", "sharded and accumulated"),
     ("sharded", "sharded with the loss inside"),
     ("sharded", "accumulated in fsdp1"),
+    ("sharded", "a sum of a sharded model"),
+    ("sums", "labels of all ranks counted before"),
+    ("sums", "labels of all ranks counted after"),
+    ("sums", "labels gathered by accelerate"),
 ]
 OTHER = [
-    ("losses", "a sum", "it is a sum, not a mean over rows"),
+    ("sums", "a sum divided by own labels after", "a value of each rank's own rows"),
+    ("sums", "a sum divided by len after", "may be a count of each rank's own rows"),
+    ("sums", "a center by own rows", "goes into its loss"),
     ("losses", "rows mixed at random", "it isn't a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "exchange rows by all_gather"),
@@ -70,7 +76,6 @@ OTHER = [
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "rows padded to the longest beside them"),
-    ("sharded", "a sum of a sharded model", "it is a sum, not a mean over rows"),
     ("sharded", "parts of a layer", "several ranks compute one row"),
     (
         "unlike",

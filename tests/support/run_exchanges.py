@@ -208,8 +208,11 @@ def torchmetrics_of_an_epoch() -> Any:
     return model, figures(accuracy.compute(), kept.compute().sum(), middle.compute())
 
 
-def accelerate(note: Any, lose: Any = F.cross_entropy) -> Any:
-    """Train with accelerate; `note` gets the accelerator as its last argument."""
+def accelerate(note: Any, lose: Any = F.cross_entropy, before: Any = None) -> Any:
+    """Train with accelerate; `note` gets the accelerator as its last argument.
+
+    `before(classes, accelerator)` is called with each batch before the forward pass.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
@@ -223,6 +226,8 @@ def accelerate(note: Any, lose: Any = F.cross_entropy) -> Any:
     model, optimizer, loader = accelerator.prepare(made, optimizer, loader)
     for _ in range(2):
         for x, classes, _targets in loader:
+            if before is not None:
+                before(classes, accelerator)
             out = model(x)
             loss = lose(out, classes)
             note(x, classes, out, loss, accelerator)

@@ -89,7 +89,6 @@ def mixed_at_random(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor
 
 
 LOSSES: dict[str, Any] = {
-    "a sum": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum"),
     "a sum by the batch size": lambda m, x, y, _: F.cross_entropy(m(x), y, reduction="sum") / BATCH,
     "class weights": lambda m, x, y, _: F.cross_entropy(
         m(x), y, weight=torch.tensor([1.0, 3.0, 9.0])

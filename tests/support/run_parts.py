@@ -46,7 +46,8 @@ def load(data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
     """Return a loader with a DistributedSampler."""
     chosen = points() if data is None else data
     sampler = options.pop("sampler", None) or DistributedSampler(chosen, seed=3)
-    return DataLoader(chosen, batch_size=BATCH, sampler=sampler, **options)
+    options.setdefault("batch_size", BATCH)
+    return DataLoader(chosen, sampler=sampler, **options)
 
 
 def net(width: int = 16, out: int = 3) -> nn.Module:

@@ -494,10 +494,7 @@ class LossRecord:
         Such a number is a multiple of the number of rows, or the inverse of a multiple. The program
         may have computed it with len().
         """
-        return any(
-            _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
-            for each in self.numbers
-        )
+        return any(may_count(self.rows, each.value) for each in self.numbers)
 
     def has_other_rows(self) -> bool:
         """True if the calls use a tensor with one entry per row that isn't in the batch.
@@ -593,6 +590,11 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
             exact = isinstance(number, int) and scaled == int(scaled)
             return int(scaled) if exact else scaled
     return number
+
+
+def may_count(rows: int, number: float) -> bool:
+    """True if a number is a multiple of the number of rows, or the inverse of one."""
+    return bool(_scale(MULTIPLES, rows, 2 * rows, number) != number)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:

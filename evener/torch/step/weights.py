@@ -80,6 +80,8 @@ class BatchWeights(BatchTracker):
             False  # True if ranks synchronize in each pass, so that all run the same number
         )
         self.are_averaged = False  # True if another library averages the gradients over ranks
+        # True if the loss is a sum over a rank's rows; all ranks then have the same weight
+        self.are_sums = False
         self.computes_at_once = (
             False  # True if a model was trained on a whole batch instead of parts
         )
@@ -141,8 +143,17 @@ class BatchWeights(BatchTracker):
 
     @property
     def weight(self) -> float:
-        """This rank's fraction of the current batch, 0 to 1."""
-        return gradient_weight(self.sizes, self._rank)
+        """The weight of this rank's gradients in the current batch, 0 to 1.
+
+        It is this rank's fraction of the batch or, if losses are sums, the same on every rank.
+        """
+        return self._find_weight(self.sizes)
+
+    def _find_weight(self, sizes: Sequence[int]) -> float:
+        """Return the weight of this rank in a batch with these numbers of rows on each rank."""
+        if self.are_sums:
+            return 1.0 / self.shares.world
+        return gradient_weight(sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
         """Set `lengths_vary` if the shape of a row differs between this batch and the last one."""
@@ -267,7 +278,7 @@ class BatchWeights(BatchTracker):
                 "split.loader, and no"
                 " rebalance=True.",
             )
-        exchange.weigh(gradient_weight(batch.sizes, self._rank))
+        exchange.weigh(self._find_weight(batch.sizes))
 
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of a batch, and return the TakenBatch that the loader recorded for it.

@@ -1,0 +1,98 @@
+"""Mark tensors, and find the marks again, also by the storage that tensors share with views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.numpy}
+_IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow")
+_FORGET = 1000  # expired storages are dropped once there are this many
+
+
+class TensorMarks:
+    """Marks of tensors, each with the place in the program that it comes from.
+
+    A place names a collective and its line, such as "all_reduce (train.py:12)".
+    """
+
+    def __init__(self) -> None:
+        self._made = WeakIdKeyDictionary()
+        self._written: dict[StorageWeakRef, str] = {}
+
+    def mark(self, tensor: torch.Tensor, place: str) -> None:
+        """Mark a single tensor."""
+        self._made[tensor] = place
+
+    def mark_storage(self, tensor: torch.Tensor, place: str) -> None:
+        """Mark a tensor's storage, and so all views of it."""
+        storage = find_storage(tensor)
+        if storage is not None:
+            self._written[StorageWeakRef(storage)] = place
+        if len(self._written) > _FORGET:
+            self._written = {
+                key: place for key, place in self._written.items() if not key.expired()
+            }
+
+    def find(self, tensor: torch.Tensor) -> str:
+        """Return a tensor's place; empty if neither the tensor nor its storage is marked."""
+        if tensor in self._made:
+            return self.find_own(tensor)
+        storage = find_storage(tensor)
+        # An address isn't reused while a weak reference to its storage exists.
+        return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
+
+    def find_own(self, tensor: torch.Tensor) -> str:
+        """Return the place of the tensor's own mark; empty if only its storage is marked."""
+        return str(self._made.get(tensor, ""))
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        """Remove the marks of a tensor and of its storage."""
+        self._made.pop(tensor, None)
+        storage = find_storage(tensor)
+        if storage is not None:
+            self._written.pop(StorageWeakRef(storage), None)
+
+
+def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors in nested data, including fields of dataclasses such as model outputs."""
+    return (each for each in leaves_of(data) if isinstance(each, torch.Tensor))
+
+
+def leaves_of(data: Any) -> Iterator[Any]:
+    """Yield the leaves of nested tuples, lists, sets, dicts, slices and dataclasses."""
+    if isinstance(data, dict):
+        inner: Iterable[Any] = data.values()
+    elif isinstance(data, tuple | list | set):
+        inner = data
+    elif isinstance(data, slice):
+        inner = (data.start, data.stop, data.step)
+    elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
+        inner = [getattr(data, name) for name in data.__dataclass_fields__]
+    else:
+        yield data
+        return
+    for each in inner:
+        yield from leaves_of(each)
+
+
+def is_in_place(function: Any) -> bool:
+    """True if the function writes into its first argument, such as `mul_` or `+=`."""
+    name = str(getattr(function, "__name__", ""))
+    if name in ("__setitem__", "__set__"):
+        return True
+    if name.startswith("__"):
+        return name[2:3] == "i" and name[3:-2] in _IN_PLACE
+    return name.endswith("_")
+
+
+def find_storage(tensor: torch.Tensor) -> Any:
+    """Return a tensor's storage; None if it has none, for example a sparse tensor."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -1,0 +1,140 @@
+"""Track sums over the rows of all ranks, which are the same however ranks share the rows.
+
+An example is the number of labels in a global batch, by which a program divides its loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..torch.audit.nested_values import is_arithmetic, leaves_in
+from .marks import READS, TensorMarks, each_tensor_in, is_in_place
+
+_SUMS = {torch.sum, torch.Tensor.sum}
+_JOINS = {torch.cat, torch.stack}
+_VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.detach}
+
+
+class Rows(Protocol):
+    """What is known of this rank's rows in the current batch: a Guard."""
+
+    rows: int
+    has_asked_length: bool
+
+    def goes_by_rows(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor is known to be computed from the batch or its number of rows."""
+        ...
+
+
+class Totals:
+    """Tracks tensors that are sums over all ranks' rows, or computed from such sums alone."""
+
+    def __init__(self) -> None:
+        self._whole = TensorMarks()
+        self._gathered = TensorMarks()  # with one element for each rank
+        self._parts = TensorMarks()  # the sum over one rank's rows
+
+    def write(self, tensor: torch.Tensor, place: str) -> None:
+        """Record that the collective at `place` wrote a sum over all ranks' rows into a tensor."""
+        self._mark_only(self._whole, tensor, place)
+
+    def write_gathered(self, data: Any, place: str) -> None:
+        """Record that the collective at `place` gathered each rank's sum over its rows.
+
+        `data` is a tensor with one element for each rank, or a list with one tensor for each.
+        """
+        kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
+        for tensor in each_tensor_in(data):
+            self._mark_only(kind, tensor, place)
+
+    def _mark_only(self, kind: TensorMarks, tensor: torch.Tensor, place: str) -> None:
+        for each in (self._whole, self._gathered, self._parts):
+            each.remove(tensor)
+        kind.mark_storage(tensor, place)
+
+    def find(self, tensor: torch.Tensor) -> str:
+        """Return the place of the collective from which a sum over all rows comes, or ""."""
+        return self._whole.find(tensor)
+
+    def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
+        """Note what a function computes from sums over all rows.
+
+        If the result may depend on the shares, because a value of this rank's own rows is used
+        with the sum, or because the program reads it as a number, return the collective's place.
+        Otherwise return "".
+        """
+        leaves = leaves_in((arguments, keywords))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        parts = _find_places(self._parts, tensors)
+        if parts:
+            return self._follow_parts(function, tensors, result, parts)
+        gathered = _find_places(self._gathered, tensors)
+        if gathered:
+            return self._follow_gathered(function, leaves, result, gathered[0])
+        whole = _find_places(self._whole, tensors)
+        if not whole:
+            return ""
+        counts = is_arithmetic(function) and not all(_is_fixed(each, rows) for each in leaves)
+        if function in READS or counts:
+            return whole[0]
+        return self._follow_whole(function, tensors, result, rows, whole[0])
+
+    def _follow_whole(
+        self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
+    ) -> str:
+        """Note what a function computes from sums over all rows and other tensors.
+
+        Return `place` if one of the other tensors is a value of this rank's own rows. One with a
+        gradient isn't: it is a part of the loss, which is computed again in parts.
+        """
+        others = [each for each in tensors if not self._whole.find(each)]
+        own = [each for each in others if rows.goes_by_rows(each)]
+        if own:
+            return "" if all(each.requires_grad for each in own) else place
+        changes_other = is_in_place(function) and any(tensors[0] is each for each in others)
+        if not changes_other:
+            for each in each_tensor_in(result):
+                self._whole.mark(each, place)
+        return ""
+
+    def _follow_parts(
+        self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
+    ) -> str:
+        """Note that all ranks' sums are joined; return their place for any other function."""
+        are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
+        if function not in _JOINS or not are_all:
+            return parts[0]
+        self._gathered.mark(result, parts[0])
+        return ""
+
+    def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
+        """Note a sum or a view of gathered sums; return `place` for any other function."""
+        if function in _SUMS and len(leaves) == 1:
+            self._whole.mark(result, place)
+            return ""
+        if function in _VIEWS:
+            self._gathered.mark(result, place)
+            return ""
+        return place
+
+
+def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
+    """Return the places of those tensors that are marked."""
+    return [place for place in map(marks.find, tensors) if place]
+
+
+def _is_fixed(value: Any, rows: Rows) -> bool:
+    """True for a value in arithmetic that can't be a count of this rank's rows.
+
+    These are tensors, 0 and 1, and the number of ranks, unless it equals the number of rows and the
+    program has asked for that.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    if abs(value) in (0, 1):
+        return True
+    is_ambiguous = rows.has_asked_length and value == rows.rows
+    return value == dist.get_world_size() and not is_ambiguous
