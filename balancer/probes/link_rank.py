@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,8 +43,12 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     """The first message of a rank: the framework is imported, and it waits for commands."""
 
 
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The first reply to `Join`: this rank can use its device, and waits for the other ranks."""
+
+
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The reply to `Join`: all ranks have joined."""
+    """The second reply to `Join`: all ranks have joined."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +70,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 LinkCommand = Join | Sum
-LinkReply = RankReady | Joined | Summed | RankFailed
+LinkReply = RankReady | Arrived | Joined | Summed | RankFailed
 _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
@@ -84,10 +89,11 @@ def main() -> None:
     replies.write(msgspec.json.encode(RankReady()) + b"\n")
     for line in sys.stdin.buffer:
         try:
-            reply: LinkReply = rank.execute(_decoder.decode(line))
+            for reply in rank.execute(_decoder.decode(line)):
+                replies.write(msgspec.json.encode(reply) + b"\n")
         except Exception as error:
-            reply = RankFailed(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
-        replies.write(msgspec.json.encode(reply) + b"\n")
+            failed = RankFailed(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
+            replies.write(msgspec.json.encode(failed) + b"\n")
     os._exit(0)  # a communicator that hangs would block an orderly exit
 
 
@@ -98,8 +104,8 @@ class LinkRank:
         self._member: LinkMember | None = None
         self._rank = 0
 
-    def execute(self, command: LinkCommand) -> LinkReply:
-        """Execute one command, and return the reply.
+    def execute(self, command: LinkCommand) -> Iterator[LinkReply]:
+        """Execute one command, and yield the replies.
 
         Raises ValueError for an all-reduce before the ranks have joined.
         """
@@ -108,11 +114,13 @@ class LinkRank:
         if isinstance(command, Join):
             self._rank = command.rank
             self._member = LinkMember(command.device, command.rank)
+            yield Arrived()
             self._member.join(command.file, command.world, command.seconds)
-            return Joined()
+            yield Joined()
+            return
         if self._member is None:
             raise ValueError("the ranks haven't met")
-        return Summed(*self._member.measure(command.members))
+        yield Summed(*self._member.measure(command.members))
 
 
 if __name__ == "__main__":

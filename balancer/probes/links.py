@@ -25,7 +25,17 @@ from evener.devices.registry import child_environment, find_backend, import_path
 from evener.devices.types import Device
 from evener.system.memory_files import make_memory_file
 
-from .link_rank import Join, Joined, LinkCommand, LinkReply, RankFailed, RankReady, Sum, Summed
+from .link_rank import (
+    Arrived,
+    Join,
+    Joined,
+    LinkCommand,
+    LinkReply,
+    RankFailed,
+    RankReady,
+    Sum,
+    Summed,
+)
 
 START_SECONDS = 120.0  # timeout in seconds for the first rank to import its framework
 LATE_SECONDS = 15.0  # timeout in seconds for the other ranks, after the first one
@@ -41,7 +51,7 @@ TRANSPORTS: Mapping[Transport, Mapping[str, str]] = {
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 }
 Outcome = Literal["ok", "hangs", "wrong", "failed"]
-_Reply = TypeVar("_Reply", RankReady, Joined, Summed)
+_Reply = TypeVar("_Reply", RankReady, Arrived, Joined, Summed)
 
 
 # the stored names of fields, as in files of earlier versions
@@ -249,9 +259,11 @@ class LinkGroup:
         self._expect(RankReady, everyone, START_SECONDS, START, LATE_SECONDS)
         file = make_memory_file()
         world = len(self._ranks)
+        until = time.monotonic() + JOIN_SECONDS
         for rank, process in enumerate(self._ranks):
             process.send(Join(file, rank, world, process.place, JOIN_SECONDS))
-        self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
+        self._expect(Arrived, everyone, JOIN_SECONDS, JOIN)
+        self._expect(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
         """Return the highest latency and the lowest rate that the ranks measured in an all-reduce.
@@ -295,7 +307,10 @@ class LinkGroup:
         found: dict[int, _Reply] = {}
         while waiting:
             streams = {self._ranks[rank].replies: rank for rank in waiting}
-            ready, _, _ = select.select(list(streams), [], [], max(0.0, until - time.monotonic()))
+            ready = [stream for stream, rank in streams.items() if self._ranks[rank].has_reply]
+            if not ready:
+                left_s = max(0.0, until - time.monotonic())
+                ready, _, _ = select.select(list(streams), [], [], left_s)
             if not ready:
                 silent = self._name_silent(waiting, members, task, until - began)
                 raise LinkError("hangs", silent, task is END)
@@ -360,6 +375,11 @@ class _RankProcess:
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
+
+    @property
+    def has_reply(self) -> bool:
+        """True if a whole reply was read together with an earlier one."""
+        return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
         """Return the next reply.

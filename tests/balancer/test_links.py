@@ -81,6 +81,7 @@ def test_a_rank_that_never_joins_is_named(hasty: None) -> None:
     assert found.outcome == "hangs"
     assert found.devices == ("CPU:0", "CPU:1")
     assert (found.ranks_met, found.remedy) == (False, "")
+    assert found.detail.startswith("CPU:1 didn't join within")
     assert len(reported) == 1
 
 

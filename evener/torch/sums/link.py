@@ -38,6 +38,9 @@ class LinkMember:
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        torch.zeros(1, device=self._device)  # fails, or takes long, if the device doesn't work
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
@@ -46,11 +49,8 @@ class LinkMember:
         The ranks find each other through the file at the path `file`. Collectives fail after a
         timeout of `seconds`.
         """
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self._device)
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            "nccl" if self._device.type == "cuda" else "gloo",
             store=open_file_store(file),
             rank=self._rank,
             world_size=world,
