@@ -34,7 +34,9 @@ from ..training.step_record import Comparison
 from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in the run's folder
-FEWEST_STEPS = 20  # minimum number of steps for meaningful metrics, without the first ones
+# minimum number of steps for meaningful metrics, without the first ones
+FEWEST_STEPS = 20
+FEWEST_LONG_STEPS, LONG_SECONDS = 5, 10.0  # the same if they took at least this many seconds
 MOST_NAMED = 3  # maximum number of bottlenecks to name
 MOST_GAIN = 9.0  # larger gains aren't distinguished
 
@@ -105,7 +107,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_short(self) -> bool:
         """True if there were too few steps for meaningful metrics."""
-        return self.steps < FEWEST_STEPS
+        fewest = FEWEST_LONG_STEPS if self.seconds >= LONG_SECONDS else FEWEST_STEPS
+        return self.steps < fewest
 
 
 def read_records(folder: Path) -> list[LiveRecord]:

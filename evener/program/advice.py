@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def advise(optimizer: Any, loader: Any) -> str:
     frame = _find_frame(weights, loader)
     names = {} if frame is None else _list_names(frame)
     models = _name_models(names, weights) or ["model"]
-    name = next((name for name, each in names.items() if each is loader), "") or "loader"
+    name = _name_loader(names, loader)
     on_gpu = _trains_on_gpu(optimizer)
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
@@ -56,6 +56,16 @@ def advise(optimizer: Any, loader: Any) -> str:
     return f"To train on all of them, add {place}{first}:" + "".join(
         f"\n    {each}" for each in lines
     )
+
+
+def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
+    """Return the script's variable for its loader; "loader" if it has none.
+
+    `names` maps the script's variables to their values. `loader` is None if it is unknown.
+    """
+    if loader is None:
+        return "loader"
+    return next((name for name, each in names.items() if each is loader), "loader")
 
 
 def _trains_on_gpu(optimizer: Any) -> bool:
@@ -115,7 +125,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
         values = list(_list_names(frame).values())
-        has_loader = any(each is loader for each in values)
+        has_loader = loader is not None and any(each is loader for each in values)
         has_model = any(_count_trained(each, weights) > 0 for each in values)
         found = has_loader + has_model
         if found and found >= most:
@@ -147,7 +157,7 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
     attributes = {}
     for name, value in names.items():
         held = getattr(value, "__dict__", None)
-        is_own = not isinstance(value, type | torch.nn.Module | DataLoader)
+        is_own = not isinstance(value, type | ModuleType | torch.nn.Module | DataLoader)
         if type(held) is dict and is_own and not is_installed(_file_of(type(value))):
             attributes.update({f"{name}.{each}": inner for each, inner in held.items()})
     return names | attributes

@@ -17,6 +17,7 @@ import pytest
 from evener.launch.program import compare_shares
 from evener.launch.summary import (
     FEWEST_STEPS,
+    LONG_SECONDS,
     describe_summary,
     load_summary,
     read_records,
@@ -136,12 +137,19 @@ def test_a_gain_is_claimed_where_shares_made_it(
 
 
 def test_of_few_steps_nothing_is_concluded() -> None:
-    records = [make_record(rank, counted_steps=FEWEST_STEPS - 1) for rank in range(2)]
-    summary = summarize_training(records, "run", "finished", LABELS)
-    assert summary is not None
-    few, shares, _ = describe_summary(summary)
+    """Fewer steps suffice if they took long, as those of a slow loader do."""
+
+    def describe(seconds: float) -> list[str]:
+        few = {"counted_steps": FEWEST_STEPS - 1, "counted_seconds": seconds}
+        records = [make_record(rank, **few) for rank in range(2)]
+        summary = summarize_training(records, "run", "finished", LABELS)
+        assert summary is not None
+        return describe_summary(summary)
+
+    few, shares, _ = describe(LONG_SECONDS - 1)
     assert "too few" in few
     assert "64 = 2 × 32 on GPU:0" in shares
+    assert any(line.startswith("limited by: input") for line in describe(LONG_SECONDS))
 
 
 def test_a_rank_that_left_no_record_is_missing_and_so_is_the_plan_s_part() -> None:
