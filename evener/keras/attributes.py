@@ -41,8 +41,8 @@ class PlainVariables:
 class TensorPlace(NamedTuple):
     """A place that holds tensors: an attribute of a layer, or an item of a list or dict.
 
-    `container[key]` is its value, which is a tensor or a tuple of tensors. `name` is made of the
-    layer's number and the names of attribute and items.
+    Its value is `container[key]`, a tensor or a tuple of tensors. `name` is a path to the place:
+    the layer's number, the attribute's name, and the keys of items.
     """
 
     name: str
@@ -96,7 +96,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace each tensor that the last call stored by the tensor of this name in `leaves`."""
+        """Replace the tensors that the last call stored by those of the same names in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
@@ -105,7 +105,7 @@ class CallTensors:
     def _find_slots(self, containers: list[Any]) -> list[TensorPlace]:
         """Return all places that hold tensors in the attributes of the model and its layers.
 
-        The lists and dicts that contain them are appended to `containers`.
+        Each list or dict that was searched is appended to `containers`.
         """
         return [
             slot
@@ -193,12 +193,14 @@ def join_leaves(
     kinds: Mapping[str, str],
     pad: Callable[[Any], Any],
 ) -> Leaves:
-    """Return the tensors of a whole batch, from the tensors of each device's rows (`every`).
+    """Combine the tensors that each device computed from its rows into those of the whole batch.
 
-    `sizes` has the number of rows on each device without filler rows, and `parts` has these numbers
-    divided by the rows of the batch. Scalars, and tensors such as means over rows that have an
-    entry in `kinds`, are weighted according to their kind (see `main_part`) and summed. Other
-    tensors consist of rows, so they are padded with `pad` and concatenated.
+    `every` has each device's tensors by name. `sizes` has each device's number of rows without
+    filler rows, and `parts` these numbers as fractions of the batch.
+
+    Tensors with rows are padded by `pad` and concatenated. Scalars are added up instead, and so are
+    tensors whose name is in `kinds`, such as a mean over rows. `kinds` says whether such a value is
+    a mean or a sum, and thus its weight (see `main_part`).
     """
     joined = {}
     for name in every[0]:
@@ -216,7 +218,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return the tensor without its row if `size` is 0, because that row is only a filler."""
+    """Return the tensor of a device's `size` rows; if `size` is 0, without its filler row."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

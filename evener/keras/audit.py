@@ -167,11 +167,12 @@ class StepAudit:
         self._looks = True
 
     def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change in the watched variables, which the step reads and the user assigns.
+        """Count one change if the value of any watched variable has changed.
 
-        An example is a loss's threshold that a callback lowers. Values are read at the beginning of
-        each epoch (`begins_epoch`). In one process, they are also read before each step of a
-        training loop that the user wrote (`is_loop`).
+        The watched variables are those that the step reads but only the user assigns, such as a
+        loss's threshold that a callback lowers. They are read at the beginning of each epoch
+        (`begins_epoch`). In one process, they are also read before each step of a training loop
+        that the user wrote (`is_loop`).
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -182,9 +183,10 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the small variables that Keras' step itself doesn't assign.
+        """Choose the variables to watch: small ones that Keras' step reads but doesn't assign.
 
-        A change of such a variable, by a callback for example, shows that the model has changed.
+        If such a variable changes, because a callback assigned it for example, the training has
+        changed and is audited again.
         """
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
@@ -337,9 +339,9 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; None if a row's random numbers depend on where it is computed.
+        """Return the steps, or None if random numbers make them incomparable, with a warning.
 
-        In that case, the steps can't be compared, and a warning is issued.
+        They do if a row's random numbers depend on the device or pass that computes the row.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -394,12 +396,13 @@ class StepAudit:
         """Check whether the result for a row depends on the other rows of its batch.
 
         `rows` are a few rows of `batch`, and `plain` is Keras' own step. Return a finding if some
-        rows can't be computed without the rest of the batch, or have different outputs without
-        it. If the whole batch can't be computed either, there is no finding, because the training
-        step will raise the error itself.
+        rows can't be computed without the rest of the batch, or if their outputs are different
+        without it. There is no finding if even the whole batch can't be computed, because the
+        training step will raise that error itself.
 
-        The second result is the rows to compare: `rows`, or the whole batch if the engine computes
-        the loss of the whole batch and that loss can't be computed for fewer rows.
+        Also return the rows on which the steps are to be compared. They are `rows`, or the whole
+        batch if the engine computes the loss of a whole batch and that loss can't be computed for
+        fewer rows.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -506,8 +509,8 @@ class StepAudit:
     def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of Keras' own step on a part of the audited rows, or its exception.
 
-        If the engine computes the loss of the whole batch, parts needn't have a loss: where Keras'
-        own step fails, return the result of the model's call alone.
+        The step may fail only because the loss needs the whole batch. If the engine computes the
+        loss of the whole batch anyway, return the result of the model's call alone in that case.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -522,7 +525,8 @@ class StepAudit:
     def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
         """Compare Keras' own step and the engine's on these rows; return the first finding, if any.
 
-        If `signature` is new, variants of values and rows are compared, too.
+        If `signature` is new, the steps are also compared with other values of variables and with
+        other labels (see `_list_variants`).
         """
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps[0])
@@ -546,8 +550,9 @@ class StepAudit:
     ) -> Finding | None:
         """Compare the steps' gradients, losses, logs and states, with variables set to `values`.
 
-        Return a finding if they differ; a difference in logs only causes a warning. `moved`
-        describes changed values or labels. If it isn't empty, only gradients are compared.
+        Return a finding if they differ; a difference in logs only causes a warning. If values or
+        labels were changed for this comparison, `moved` describes the change, and only gradients
+        are compared.
         """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
@@ -618,11 +623,11 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients, else of losses; None if there is none.
+        """Return the largest difference of gradients or, if they agree, of losses; None if none.
 
-        Losses are compared because gradients of 0 would hide a difference. They aren't compared if
-        `moved` isn't empty, which means that values or labels were changed. The tolerance is
-        computed from `repeats`, results of the reference step with random rounding errors.
+        The losses are compared because gradients of 0 would hide a difference. They aren't compared
+        if values or labels were changed (`moved` isn't empty). The tolerance is computed from
+        `repeats`, results of the reference step with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -638,10 +643,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return a value for each state from which Keras draws random numbers, by the state's key.
+        """Return a new value for each variable that holds the state of a random generator of Keras.
 
-        The values are the same in all processes, even if these have drawn a different number of
-        times. They are different in each step.
+        The values are keyed by variable. They are the same in all processes, even if the processes
+        have drawn a different number of times, and different in each step.
         """
         seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
         return {
@@ -697,11 +702,11 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding about a state that differs after the two steps; None if there is none.
+        """Return a finding if a variable's value differs after the two steps; None otherwise.
 
-        `reference` and `trained` are the results of Keras' own step and of the engine's.
-        Variables that aren't the model's, such as a loss object's, count only if the
-        training depends on their value.
+        `reference` and `trained` are the results of Keras' own step and of the engine's. A variable
+        that isn't the model's, such as one of a loss object, counts only if the gradient depends on
+        its value.
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
@@ -731,8 +736,8 @@ class StepAudit:
     def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
         """Return a finding if an attribute differs after the two steps; None otherwise.
 
-        Only plain values such as numbers are compared, for example a counter of calls. Only eager
-        steps are compared, because the Python code of other steps runs only once.
+        Only plain values such as numbers are compared, for example a counter of calls. Only steps
+        that run eagerly are compared, because the Python code of a traced step runs only once.
         """
         if not self._model.run_eagerly:
             return None
@@ -749,18 +754,18 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if these rows' gradient depends on which of the two `values` a variable has.
+        """True if the gradient of these rows depends on which of two values a variable has.
 
-        `key` is the variable's key.
+        `key` is the variable's key, and `values` are the two values.
         """
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision may be different for parts of the rows; None otherwise.
+        """Return a finding if a comparison in user code may differ for parts of the rows.
 
-        A decision is a comparison in user code (see `decisions.py`). It counts
-        only if it changes the gradient.
+        Such a comparison is a decision (see `decisions.py`). It counts only if it changes the
+        gradient. Return None if there is none.
         """
         plain, shared = steps
         whole = plain.run(rows).margins
@@ -790,7 +795,7 @@ class StepAudit:
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Return the rows of each device that has rows."""
+        """Cut these rows into the parts that the devices compute, without empty parts."""
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
@@ -828,9 +833,10 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants of values and rows that may reveal differences that the rows hide.
+        """Yield changes that may reveal a difference which the audited rows hide.
 
-        Each variant is (description, values of variables, rows).
+        A change sets variables to other values or gives the rows other labels. Each is yielded as a
+        description, the values of variables, and the rows.
         """
         values, names = raise_zeros(self._model, plain)
         if values:
@@ -849,11 +855,11 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; None unless all processes have them."""
+        """Return the steps if all processes could trace theirs; None otherwise."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """Return True if `fine` is True in all processes; a collective of the group."""
+        """True if `fine` is True in all processes, each of which has to call this method."""
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
@@ -895,7 +901,8 @@ class StepAudit:
     def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
-        Raises RequestError if it is also unknown how the losses of parts add up.
+        Raises RequestError instead if it is also unknown how the losses of a batch's parts combine
+        to the loss of the batch.
         """
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
@@ -925,7 +932,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a tensor type that fits both types; an axis whose lengths differ is unknown."""
+    """Return a tensor type that fits both types; an axis has length None if the lengths differ."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -1033,10 +1040,11 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _other_labels(y: Any, outputs: Tensors) -> Any:
-    """Return labels of a different class in each row, or values with a factor per row.
+    """Return changed labels, so that each row differs from the others.
 
-    The number of classes is the length of the output's last axis. The factors grow from row to row.
-    Return None unless each output has one tensor of labels.
+    Class numbers and one-hot labels are shifted to another class, by one more in each row; the
+    number of classes is the length of the output's last axis. Other values are multiplied by a
+    factor that grows from row to row. Return None unless each output has one tensor of labels.
     """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)

@@ -41,7 +41,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in Keras' own step, which the loss may read."""
+    """The results of the model's call in Keras' own step, from which the step computes its loss."""
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -83,17 +83,16 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
 
-    With `shifted`, decisions of the step (comparisons in user code) can be forced to
-    either side. A `plain` step is Keras' own: it computes one loss, and its results
-    contain the `StepCall` for that loss.
+    With `shifted`, the result of a comparison in user code (a decision) can be forced. A `plain`
+    step is Keras' own: it computes the loss of all rows at once, and its result has the outputs of
+    the model's call (`StepCall`) from which that loss is computed.
 
     After tracing, these attributes describe the step:
 
     - `variables` are the variables that the step reads or assigns, by key.
     - `assigned` has the keys of the variables that it may assign.
-    - `attributes` has the plain values that attributes got while the step was traced.
-    - `draws` is True if the step draws random numbers that can't be made independent of the device
-      or pass in which a row is computed.
+    - `attributes` has the plain values that the step assigned to attributes while it was traced.
+    - `draws` is True if a row's random numbers depend on the device or pass that computes the row.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with `amounts` added to the left sides of the decisions at `place`.
+        """Run the step with `amounts` added to the left sides of the comparisons at `place`.
 
         The place is a line of user code, and there is one amount for each comparison in that line.
         """
@@ -135,7 +134,7 @@ class TracedStep:
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
         """Run the step on these rows, and restore all variables afterwards.
 
-        `values` are values for variables during the run, by key; the others keep their values.
+        During the run, the variables whose keys are in `values` have these values.
         """
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
@@ -162,17 +161,21 @@ class TracedStep:
     def leave(self, call: StepCall) -> None:
         """Set the model's attributes as `call` left them, so that its loss can be computed.
 
-        The loss may read tensors that the model's call has stored in attributes.
+        The loss may read tensors that the call stored in attributes.
         """
         self._left.restore()
         self._left.put(call.attributes)
 
     def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step; this is the function that is traced.
+        """Run the step; this is the function that is traced. Return five results of the step:
 
-        Return the gradients' random sums (a row for each name in `_kinds`), the logs, the margins
-        of decisions (in the order of `_places`), sums of the model's outputs, and the parts of a
-        `StepCall` with the masks after the outputs. `seed` is the seed of the random sums.
+        - the gradients' random sums, a row for each name in `_kinds`
+        - the logs
+        - the margins of decisions, in the order of `_places`
+        - random sums of the model's outputs
+        - what a `StepCall` contains, with the outputs' masks after the outputs
+
+        `seed` is the seed of the random sums.
         """
         found: list[tuple[Any, Any]] = []
         calls: list[tuple[Any, ...]] = []
@@ -197,9 +200,10 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step appends the parts of a `StepCall` to `calls`.
+        """Return a context in which a plain step records the call that precedes each loss.
 
-        It does so whenever it computes its loss. If the step isn't plain, nothing is appended.
+        The fields of a `StepCall` and the outputs' masks are appended to `calls`. A step that isn't
+        plain records nothing.
         """
         if not self._plain:
             yield
@@ -245,7 +249,8 @@ class PlainSteps:
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
         """Return the graph of a step for batches (x, y, weight) of the type `spec`.
 
-        Errors that the user's program raises while it is traced are raised again, in each call.
+        If the user's program raises an error while it is traced, every call for that type raises
+        it.
         """
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)
@@ -262,7 +267,7 @@ class PlainSteps:
             return self._find((training, repr(spec), True), call, spec)
 
     def _find(self, key: tuple[bool, str, bool], step: Any, spec: Tensors) -> TracedStep:
-        """Return the graph of `step`, which is traced if no graph is known by `key`."""
+        """Return the graph that is stored under `key`; if there is none, trace and store `step`."""
         if key not in self._traced:
             self._traced[key] = self._trace(step, spec, training=key[0])
         found = self._traced[key]
@@ -281,7 +286,7 @@ class PlainSteps:
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
     """Call the model on the rows of `data`, as Keras' own step does, and return no logs.
 
-    The call's results reach a `TracedStep` through the model's `_compute_loss`.
+    The outputs are passed to the model's `_compute_loss`, where a `TracedStep` picks them up.
     """
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     model._compute_loss(y_pred=call_model(model, x, training))
@@ -292,10 +297,7 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return the variables that a step uses, without weights, metrics and seeds.
-
-    Variables of the optimizer aren't included either.
-    """
+    """Return the variables that a step uses, except weights, metrics, seeds and the optimizer's."""
     others = [
         *model.trainable_variables,
         *model.metrics_variables,
@@ -311,10 +313,10 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return other values for variables that hide effects, and these variables' names.
+    """Return nonzero values for variables whose current value may hide a term of the loss.
 
-    Variables that are 0 get nonzero values, because they may hide a term of the loss. Counters get
-    the value of a late step, because a term may start late.
+    A weight or a coefficient of 0 hides a term. So does a counter at its start if a term begins in
+    a later step; it gets the value of a late step. Also return the variables' names.
     """
     values: Values = {}
     names = []
@@ -361,10 +363,11 @@ def _is_here(tensor: Any) -> bool:
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
     """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
 
-    The result has a row for each gradient; `shapes` are the shapes of the weights. An element's
-    sign is the product of its row's and its column's sign. Therefore the sums are matrix products,
-    and the mean of a sum's square is the squared norm of the gradient, as it is for independent
-    signs. All gradients use the same row and column signs, so that few signs have to be drawn.
+    The result has a row for each gradient; `shapes` are the shapes of the weights. The mean square
+    of these sums estimates the gradient's squared norm.
+
+    An element's sign is the product of a sign of its row and a sign of its column, so the sums are
+    matrix products and few signs have to be drawn. All gradients use the same signs.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -387,7 +390,7 @@ def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the sums for matrices with one row, such as biases.
+    """Return the random sums of all gradients that have only one row, such as those of biases.
 
     There are many of them, so they are computed together in few operations.
     """
@@ -402,7 +405,8 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 def _as_matrix(gradient: Any, shape: Any) -> Any:
     """Return the gradient as a matrix whose columns are the gradient's last axis.
 
-    `shape` is the shape of the weight. Complex numbers become two rows each.
+    `shape` is the shape of the weight. A complex gradient gets separate rows for the real and the
+    imaginary part.
     """
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
@@ -465,7 +469,7 @@ def computes_in_half(model: Any) -> str:
 
 
 def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
-    """Yield the variables that a graph reads or assigns, because it has captured them."""
+    """Yield the variables that a graph reads or assigns."""
     known = {}
     every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for variable in every:
@@ -514,9 +518,9 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _not_rewritten() -> Iterator[None]:
-    """Return a context in which this thread's graphs run without rewriting (optimization).
+    """Return a context in which TensorFlow runs this thread's graphs without optimizing them.
 
-    Rewriting a graph takes longer than the few runs of an audit.
+    That optimization takes longer than the few runs of an audit.
     """
     now = context.context()
     before = now.function_call_options
@@ -531,11 +535,11 @@ def _not_rewritten() -> Iterator[None]:
 
 @contextmanager
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
-    """Return a context that restores tensors and plain values in attributes on exit.
+    """Return a context that restores attributes of the model, its layers and its loss on exit.
 
-    It restores attributes of the model, its layers and its loss. The context's value is a
-    dictionary that is filled on exit: it then has the values that changed plain attributes had
-    until then, by the names of layer and attribute.
+    Attributes that hold tensors or plain values are restored. The context's value is a dictionary
+    that is filled on exit: it then has the plain values that were changed, by the names of layer
+    and attribute, as they were before they were restored.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -59,7 +59,10 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop the training in all processes if it has been stopped in any (a collective)."""
+        """Stop the training in all processes if it has been stopped in any.
+
+        Every process has to call this method.
+        """
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
@@ -145,11 +148,11 @@ def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
 
 
 def _save_backup(backup: Any) -> None:
-    """Save a BackupAndRestore callback's backup so that the epoch of its weights is always known.
+    """Save the backup of a BackupAndRestore callback, together with the epoch of its weights.
 
-    This holds even if the process is killed while it saves. The metadata are written
-    before the weights, and contain the optimizer's step and the epoch of the
-    previous save; see `_match_epoch`.
+    The epoch stays known even if the process is killed while it saves. For that, the metadata are
+    written before the weights, and also contain the optimizer's step and the epoch of the previous
+    save (see `_match_epoch`).
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Batches of arrays, in an order that every process of a group can reproduce.
 
-The order of an epoch is a keyed permutation, so the rows of a step can be computed from the step's
-number alone. Therefore a process gathers only its own rows of a global batch, and the next epoch's
-first batch is prepared while this epoch's last batch is trained.
+The order of an epoch is a permutation that follows from a random number of the epoch, so the rows
+of any step can be computed directly. Therefore a process gathers only its own rows of a global
+batch, and the next epoch's first batch is prepared while this epoch's last batch is trained.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign the rows of a batch to devices by length, given the `tokens` in each row.
 
-    Return the order of the rows (device after device), the edges between devices in that order, and
-    the length in tokens of each device's longest row.
+    Return the order of the rows (device after device), the places in that order where each device's
+    rows begin and the last one's end, and the length in tokens of each device's longest row.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -92,9 +92,9 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return, for each device, its rows of x cut to its longest row, and their number.
+    """Return each device's rows of x, cut to the length of its longest row, and how many they are.
 
-    The number doesn't count a filler row.
+    A filler row isn't counted.
     """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
@@ -105,9 +105,9 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut the second axis of the tensors in x to `steps`.
+    """Cut the second axis of the tensors in x to the length `steps`.
 
-    Tensors whose second axis differs in length from the first tensor's are returned unchanged.
+    A tensor stays unchanged if its second axis isn't as long as that of the first tensor.
     """
     whole = _count_steps(x)
     return keras.tree.map_structure(
@@ -314,7 +314,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the indices in the arrays of the rows `start` to `stop` of an epoch.
+        """Return where the rows number `start` to `stop` of an epoch are in the arrays, as indices.
 
         `epoch` is the random number of the epoch, from which its order follows.
         """
@@ -423,10 +423,10 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if these are the shapes of single samples: they lack one axis of each input.
+    """True if these are the shapes of single samples, which lack the batch axis of each input.
 
-    If the first axes of all shapes are open, the elements may be batches instead. The result is
-    then True only if an input has another open axis beside the batch axis.
+    If the first axes of all shapes have no fixed length, they may be batch axes nevertheless. The
+    result is then True only if an input has another axis without a fixed length.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -436,10 +436,10 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether these are shapes of batches (True) or single samples (False), else None.
+    """Return whether these are shapes of batches (True) or of single samples (False).
 
-    The first axes of batches all have an unknown length. In a single sample, they may differ in
-    length, because they aren't numbers of rows.
+    The first axes of batches all have an unknown length. Those of a single sample may differ in
+    length, because they aren't numbers of rows. Return None if the shapes show neither.
     """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:

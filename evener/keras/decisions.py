@@ -1,11 +1,10 @@
-"""Find decisions in the graph of a step: comparisons of values that don't belong to single rows.
+"""Find decisions in the graph of a step: comparisons that aren't made for each row separately.
 
-An example is the comparison of a batch's mean confidence with a threshold. Such a value is
-different for parts of a batch, so a part may take a different branch from the whole. Most
-batches don't reveal this, because the values of the batch and of its parts lie on the same
-side of the threshold. Therefore an audit compares the margins (left minus right side) of
-the batch and of its parts. If they differ, it forces the decision to each side and compares
-the gradients of both branches.
+An example is the comparison of a batch's mean confidence with a threshold. Such a mean is different
+for parts of a batch, so a part may take a different branch from the whole. Most batches don't
+reveal this, because the means of the batch and of its parts lie on the same side of the threshold.
+Therefore an audit compares the margins (left minus right side) of the batch and of its parts. If
+they differ, it forces the decision to each side and compares the gradients of both branches.
 """
 
 from __future__ import annotations
@@ -112,10 +111,10 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return how far the margins of parts of a batch are from the margins of the whole batch.
+    """Return how far the margins of a batch's parts are from the margin of the whole batch.
 
-    `others` has the margins of all parts. Both it and the result are keyed by place, a line of user
-    code. A place is left out if all its margins agree.
+    `others` has the margins of all parts. Both `others` and the result are keyed by place, a line
+    of user code. A place where all margins agree is left out.
     """
     found = {}
     for place, margins in whole.items():
@@ -136,13 +135,12 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 
 
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield amounts that force comparisons first to the positive side, then to the negative.
+    """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
 
-    Adding an amount to the left side of a comparison changes its margin, which is left minus
-    right side. `margins` are the whole batch's margins, and `apart` their largest distances
-    from the margins of its parts, one array for each comparison. The changed margin is half of
-    this distance, first above 0 and then below. Margins that don't differ between the whole
-    and its parts aren't changed.
+    Adding an amount to a comparison's left side changes its margin, which is left minus right side.
+    `margins` are the margins of the whole batch, with one array per comparison, and `apart` how far
+    the margins of its parts are from them at most. The new margin is half of that distance, once
+    positive and once negative. Where the batch and its parts agree, the amounts are 0.
     """
     for side in (0.5, -0.5):
         yield [
