@@ -23,6 +23,7 @@ from evener.shares.curves import Cost, Work
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Input = Literal["host", "device"]
+LEFT_BYTES = 128 << 20  # memory that libraries allocate on first use and never free
 BACKENDS = {
     "tensorflow": "evener.workloads.keras_backend",
     "torch": "evener.workloads.torch_backend",

@@ -254,7 +254,9 @@ class ChildProber:
         except (GroupError, HostLostError, StoppedError):
             return False
         group.fresh = False
-        group.held_bytes.update(kept)
+        for position in key.active:
+            # TensorFlow's allocator keeps what it had and doesn't report it: perhaps all memory
+            group.held_bytes[position] = kept.get(position, self._memory.whole(position))
         with self._lock:
             self._idle[key] = group
         return True

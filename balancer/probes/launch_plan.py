@@ -267,6 +267,10 @@ class MemoryBudget:
             else peak_bytes
         )
 
+    def whole(self, position: int) -> int:
+        """Return all bytes of a device that a process may use; 0 if they are unknown."""
+        return self._devices[position].usable_memory_bytes or 0
+
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
         """Record that a process held `held_bytes` for passes of `rows` rows on a device."""
         self._peaks.setdefault(position, {})[rows] = held_bytes

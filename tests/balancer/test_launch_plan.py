@@ -213,6 +213,21 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
     assert budget.groups_to_end((probe,), idle) == [key]
 
 
+def test_idle_children_go_if_their_allocator_may_hold_all_memory(crowd: ChildProber) -> None:
+    """They go for children of another layout, but go on with probes of their own.
+
+    TensorFlow's allocator doesn't report what it keeps after it ran out of memory.
+    """
+    budget, own = MemoryBudget(crowd._devices, available_memory_bytes), solo(2, 0, 100)
+    budget.record_held(0, 100, 4 * MIB)
+    budget.record_held(1, 100, 4 * MIB)
+    idle = {own.children: {0: budget.whole(0)}}
+    split = Probe(layout_of((100, 100)), Stage.SPLIT, 0.1)
+    assert budget.groups_to_end((split,), idle) == [own.children]
+    assert budget.groups_to_end((Probe(own, Stage.SOLO, 0.1),), idle) == []
+    assert budget.groups_to_end((Probe(solo(2, 1, 100), Stage.SOLO, 0.1),), idle) == []
+
+
 def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
     """Each knows how many there are, because more threads than cores would slow all of them.
 

@@ -5,6 +5,7 @@ The fixture `keras_ranks` calls these functions.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 
 from evener.balancer.probes.failures import error_is_memory, one_line
+from evener.balancer.probes.worker import Worker
 from evener.keras import make_logical_cpus, model_digest
 from evener.workloads import registry
 from evener.workloads.keras_backend import models
@@ -185,6 +187,58 @@ def own(folder: str, text: str, name: str) -> Callable[[], Any]:
     return lambda: losses(build(f"{path}:{name}"), (3,), 2)
 
 
+RUNS_OUT = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+LEFT = []  # what failed steps have left: nothing the first time, then 256 MiB each
+
+
+def look(n):
+    if n > 6:
+        LEFT.append(np.ones(1 << 26, np.float32) if LEFT else None)
+        raise MemoryError("out of memory")
+    return np.int32(0)
+
+
+class Short(keras.layers.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.numpy_function(look, [tf.shape(x)[0]], tf.int32)]):
+            return tf.identity(x)
+
+
+def build():
+    model = keras.Sequential([keras.Input((4,)), Short(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def sample_batch(n):
+    return np.ones((n, 4)), np.ones((n, 1))
+"""
+
+
+def run_out_of_memory(folder: str) -> dict[str, Any]:
+    """Return how a child goes on after two steps that ran out of memory, above 6 rows.
+
+    After the second of them, 256 MiB stay allocated.
+    """
+    path = Path(folder) / "runs_out.py"
+    path.write_text(RUNS_OUT)
+    worker = Worker()
+    worker._workload = workload = build(f"{path}:build")
+    losses(workload, (4,), 2)
+    recovered = []
+    for _ in range(2):
+        try:
+            losses(workload, (8,), 1)
+        except Exception as error:
+            recovered.append(worker.recover(error, worker.describe_error(error)).recovered)
+    last = losses(workload, (5,), 2)[-1]
+    return {"recovered": recovered, "ran": math.isfinite(last)}
+
+
 def lose(folder: str) -> list[bool]:
     """Return whether the loss is finite, for a model that learns and for one with NaN weights."""
     path = Path(folder) / "lost.py"
@@ -267,6 +321,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         "maxer": count_parameters(models.maxer),
         "limits": kernel_limits(),
         "lost": lose(folder),
+        "out of memory": run_out_of_memory(folder),
         "own": {
             name: attempt(own(folder, OWN, name))
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")

@@ -54,6 +54,12 @@ def test_one_trace_serves_all_sizes(seen: Any) -> None:
     assert traces == [[2, 3, 3, 3], [1, 3, 3, 3]]
 
 
+def test_a_child_goes_on_after_running_out_of_memory_if_its_memory_came_back(seen: Any) -> None:
+    """The second failed step leaves 256 MiB allocated, so its child exits."""
+    found = seen("alone")[0]["out of memory"]
+    assert found == {"recovered": [True, False], "ran": True}
+
+
 def test_facts_name_versions_and_the_model(seen: Any) -> None:
     """The facts have versions and the model's digest, which is the same in a training script."""
     found = seen("alone")[0]

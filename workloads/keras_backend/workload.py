@@ -9,6 +9,7 @@ a processor's caches. The pool's rows are reused in a shuffled order. The user's
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
@@ -27,7 +28,7 @@ from evener.keras.split import Split
 from evener.keras.step_times import StepTimes
 from evener.keras.tf_devices import make_logical_cpus
 
-from ..protocol import MemoryMeter, PhaseSeconds, WorkerSetup, Workload
+from ..protocol import LEFT_BYTES, MemoryMeter, PhaseSeconds, WorkerSetup, Workload
 from .steps import KerasSteps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -191,6 +192,7 @@ class KerasWorkload(Workload):
         self._position = 0
         self._logs: Any = None
         self._loss = 0.0
+        self._held = 0  # bytes allocated before the first step since `prepare`
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
@@ -198,8 +200,9 @@ class KerasWorkload(Workload):
 
         Raises RequestError if this process would get no samples.
         """
+        self._batches = self._source = None
         self.memory.reset()
-        self._batches = None
+        self._held = self.memory.held()
         self.steps.move(shares, micro)
         if self._on_gpus:
             check_rows(self.model, max(self.steps.own(micro or shares)))
@@ -222,6 +225,8 @@ class KerasWorkload(Workload):
 
     def step(self) -> None:
         """Run an optimizer step on the next batch, including the work of `fit` around a step."""
+        if self._position == 0:
+            self._held = self.memory.held()
         if self._position == 1 and self._on_gpus:
             self.memory.reset()  # the first step benchmarked kernels in all free memory
         self._callbacks.on_train_batch_begin(self._position)
@@ -235,6 +240,21 @@ class KerasWorkload(Workload):
             tf.test.experimental.sync_devices()  # a group's devices include other ranks'
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
+
+    def recover(self) -> bool:
+        """Release the memory of a step that ran out of memory; return True if training can go on.
+
+        The variables of model and optimizer exist before the first step, so no step leaves half of
+        them. Return False if the other ranks of a group wait for this one, or if clearly more
+        memory stays allocated than before the first step.
+        """
+        if self.setup.world > 1:
+            return False
+        self._logs = self._batches = self._source = None
+        gc.collect()
+        if self._on_gpus:
+            tf.test.experimental.sync_devices()
+        return self.memory.held() <= self._held + LEFT_BYTES
 
     def read_phases(self) -> PhaseSeconds:
         """Return the seconds spent waiting for rows since the last reading; None if unknown."""
@@ -298,6 +318,11 @@ class AllocatorMemory(MemoryMeter):
         return tuple(
             int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
         )
+
+    def held(self) -> int:
+        """Return the bytes of tensors on all GPUs."""
+        infos = [tf.config.experimental.get_memory_info(name) for name in self._gpus]
+        return sum(int(info["current"]) for info in infos)
 
 
 def configure(setup: WorkerSetup) -> None:

@@ -39,14 +39,13 @@ from evener.torch.sums.exchange import Exchange
 from evener.torch.sums.link import measure_sums
 from evener.training.row_assignment import RowAssigner
 
-from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, WorkerSetup, Workload
+from ..protocol import LEFT_BYTES, LinkSpeed, MemoryMeter, PhaseSeconds, WorkerSetup, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards, leave_trainers_on_host
 
 MEETING_TIME = timedelta(seconds=300)  # timeout for the rendezvous of a group's ranks
 NOTED_STEPS = 2  # the optimizer creates its state in the first step
-LEFT_BYTES = 128 << 20  # memory that libraries allocate on first use and never free
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
