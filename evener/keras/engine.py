@@ -120,7 +120,7 @@ class OneProcess:
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which Keras' own steps run unchanged: the first device."""
+        """Return the scope of the first device, in which Keras' own steps run unchanged."""
         scope: AbstractContextManager[Any] = tf.device(self.device)
         return scope
 
@@ -144,7 +144,7 @@ class OneProcess:
         return run
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return no replacements."""
+        """Return an empty dictionary: no method of the model has to be replaced."""
         return {}
 
     def build(self, x: Any) -> None:
@@ -166,7 +166,7 @@ class OneProcess:
         """Do nothing: there is only one process."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return no times, because the devices of one graph wait for each other within it."""
+        """Return an empty tuple: in one graph, it is unknown when each device computes or waits."""
         return ()
 
 

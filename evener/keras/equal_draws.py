@@ -147,9 +147,9 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like TensorFlow's random function, but with a fixed seed and equal rows.
+    """Return a replacement for a random function of TensorFlow that draws the same for each row.
 
-    `draw` is the stateless version of that function.
+    `draw` is the stateless version of that function, which is called with a fixed seed.
     """
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 

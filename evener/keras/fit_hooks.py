@@ -96,9 +96,9 @@ class FitHooks:
     def _step_of(self, name: str) -> Any:
         """Return the replacement for the model's step `name`, such as "train_step".
 
-        It is the engine's step if the model has Keras' own, or if the engine doesn't split. A
-        `train_step` that the user overrides runs around the engine's step. Any other
-        overridden step runs unchanged.
+        It is the engine's step if the user doesn't override the model's step, or if the engine
+        doesn't split. A `train_step` that the user overrides runs around the engine's step. Any
+        other overridden step runs unchanged.
         """
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -189,9 +189,10 @@ class FitHooks:
         self._starts = False
 
     def _wrap(self, name: str, function: Any) -> Any:
-        """Return Keras' train, test or predict function with the engine's work, audits and clocks.
+        """Return Keras' train, test or predict function, wrapped with evener's additions.
 
-        `name` is the model's attribute for the function, such as "train_function".
+        These are the engine's own wrapper, audits and clocks. `name` is the model's attribute for
+        the function, such as "train_function".
         """
         engine = self.engine
         training = name == "train_function"
@@ -339,7 +340,7 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return arrays for evaluation as batches of `size` rows in the engine's form.
+        """Return batches of `size` rows for evaluation, in the form that the engine's steps accept.
 
         Also return the number of batches, because Keras needs the number of steps.
         """
@@ -367,11 +368,11 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Convert the validation data of a `fit` to batches in the engine's form.
+        """Convert the validation data of a `fit` to batches in the form that the engine accepts.
 
         `chosen` are the arguments of `fit`, which are changed. The batch size is
-        `validation_batch_size`. By default, it is the default of `evaluate` for a plan with
-        passes, and otherwise `size`.
+        `validation_batch_size`. Without it, a plan with passes uses the batch size of `evaluate`,
+        and any other plan uses `size`.
         """
         data = chosen["validation_data"]
         if data is None:

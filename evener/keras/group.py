@@ -139,7 +139,7 @@ class Group:
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the sums of these tensors over the processes at once, outside any graph."""
+        """Return the sums of these tensors over the processes immediately, outside any graph."""
         given = list(
             tensors
         )  # traced for each set of types and shapes on purpose, without TensorFlow's warning
@@ -193,7 +193,7 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """Return the index in `active`, the plan's computing shares, of the share of each rank.
+    """Return the index in `active` (the plan's computing shares) of each rank's own share.
 
     A process's share is found by its device. If no process knows its device, shares are in the
     order of TF_CONFIG. Every process must call this (a collective). Raises PlanError, in all

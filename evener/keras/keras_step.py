@@ -104,7 +104,10 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a part of a batch that begins at row `start` with zeros to `rows` rows."""
+    """Pad a part of a batch with zeros before and after, so that it has `rows` rows.
+
+    `start` is the part's first row within the batch.
+    """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
@@ -337,12 +340,13 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """Return the contribution of the rows in `batch` to the whole batch's loss.
+    """Return how much the rows in `batch` contribute to the whole batch's loss.
 
-    `batch` is (x, y, outputs, weight), and `losses` are those that layers added and regularizers.
-    `found` has the measured kinds. `parts` has these rows' fraction of all rows, and the same
-    fraction of the unit over which the loss is averaged. A filler row counts as no row, because the
-    loss of an empty batch may be NaN.
+    `batch` is (x, y, outputs, weight). `losses` are those that layers added, then the
+    regularizers'. `found` says how the losses of parts combine. `parts` has two fractions of the
+    whole batch: that of the rows, for `losses`, and that of the tokens or whatever else the model's
+    own loss is a mean over. Both are 0 for a filler row, because the loss of an empty batch may be
+    NaN.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -354,7 +358,7 @@ def part_of_loss(
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
     """Return the model's own loss on `batch`, which is (x, y, outputs, weight).
 
-    `losses` are the layers' losses, which aren't included.
+    It doesn't include `losses`, the losses of the model's layers.
     """
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
@@ -370,9 +374,10 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Scale the loss as the optimizer does for float16.
+    """Scale the loss as the optimizer does for float16, but by a smaller factor.
 
-    The result is divided by a headroom, because gradients of parts can be larger than their sum.
+    The gradients of parts can be larger than their sum, so without this headroom they could
+    overflow.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
@@ -399,7 +404,7 @@ def _headroom(model: Any) -> float:
 
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Return the gradient times the headroom.
+    """Undo the division by the headroom in `scale_loss`, for one gradient.
 
     With `is_half`, the elements of a dense gradient that overflow in float16 become NaN.
     """

@@ -73,12 +73,12 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, audited: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return a function like `run` that first measures how results of parts of a batch combine.
+    """Return a function like `run` that first measures how the results of a batch's parts combine.
 
-    It measures with the first batch whether losses and states are sums, means or neither. `run` is
-    Keras' train function, or its test function unless `training`. `plain` are Keras' own steps on
-    one device, and `audited` is True if steps are audited. The result is stored in the engine.
-    Raises RequestError if the engine can't combine a loss of the measured kind.
+    The first batch shows whether losses and states are sums, means or neither, and the engine keeps
+    the answer. `run` is Keras' train function, or its test function unless `training`. `plain` are
+    Keras' own steps on one device, and `audited` is True if steps are audited. Raises RequestError
+    if the engine can't combine such a loss.
     """
     is_first = True
 
@@ -152,10 +152,10 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return the kinds, measured on the first rows of a batch and on two parts of them.
+    """Return how results combine (their kinds), measured on a few rows and on two parts of them.
 
-    `step` is Keras' own step on such rows. `partial` is True if each part of a batch has its own
-    loss, so that the loss has to be measured too.
+    `data` is the batch with these rows, and `step` is Keras' own step. `partial` is True if each
+    part of a batch has its own loss, so that the loss has to be measured too.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -184,9 +184,10 @@ def _add_row(row: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """The results of Keras' own step on some rows, from which the kinds are found.
+    """The results of Keras' own step on a few rows together, then on parts of these rows.
 
-    The first result is for all rows, and the others are for parts of them.
+    Comparing them shows the kind of a loss or state: whether it is a sum, a mean over rows, and so
+    on.
     """
 
     model: Any
@@ -342,10 +343,10 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind of a state: how its changes after parts combine into its whole change.
+    """Return the kind of a state: whether its change by all rows is the sum, the mean, and so on.
 
-    `start` is the state's value before, `whole` its value after all rows, and `parts` are its
-    values after each part, which has `sizes` rows.
+    `start` is the state's value before, `whole` its value after all rows together, and `parts` are
+    its values after each part, which has `sizes` rows.
     """
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
@@ -363,10 +364,10 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return, for each kind, the state after the whole batch that the parts' states would imply.
+    """Return, for each kind, the value that a state of this kind has after the whole batch.
 
-    `before` is the state before the batch. SAME is possible only if the parts' states
-    differ by no more than `near`.
+    It is computed from `before`, the value before the batch, and from the values after each of the
+    `parts`. SAME is left out if these values differ by more than `near`.
     """
     changes = [each - before for each in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]

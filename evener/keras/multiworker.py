@@ -262,17 +262,18 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that runs Keras' test function `run` once per batch.
+        """Return a function that runs Keras' test function `run` for one batch at a time.
 
-        TensorFlow can't distinguish the all-reduces of steps that are a loop in one graph.
+        Keras may run several steps as a loop in one graph, whose all-reduces TensorFlow would
+        confuse with each other.
         """
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
         """Run as many steps as Keras runs in one call, one at a time; return the last step's logs.
 
-        Keras would put these steps into a loop of one graph, but TensorFlow can't distinguish the
-        all-reduces of a loop's steps. Raises StopIteration if there is no batch.
+        Keras would run these steps as a loop in one graph, whose all-reduces TensorFlow would
+        confuse with each other. Raises StopIteration if there is no batch.
         """
         steps = self.model.steps_per_execution
         if steps == 1:
@@ -391,7 +392,7 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return (state, kind) of each state whose changes on all processes' rows are combined."""
+        """Return (state, kind) of each state that the rows of all processes change together."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
@@ -452,9 +453,9 @@ class Workers:
     ) -> list[Any]:
         """Return the sums of `tensors` over the processes, and record all compute times.
 
-        The processes' compute times and the digests of their batches are sent with the same
-        collective, as type `kind`. `times` has the time at which this process's step began, and the
-        time at which its tensors were ready.
+        The processes' compute times and the digests of their batches are sent in the same
+        collective, converted to the type `kind`. `times` has the time at which this process's step
+        began, and the time at which its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels
@@ -542,10 +543,10 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 class StepMetrics:
     """The metrics of one step in which this process computes a part of the batch's rows.
 
-    Create this object before the model is called on these rows, because it reads the
-    metrics' states. This process computes `size` of the `rows` rows, from row `start` on.
-    `before` has the values of states that have already changed in this step, from before
-    the step, by the states' ids.
+    Create this object before the model is called on these rows, because it reads the metrics'
+    states. This process computes `size` of the `rows` rows, from row `start` on. If states have
+    changed in this step already, `before` has their values from before the step, by the states'
+    ids.
     """
 
     def __init__(
@@ -562,12 +563,12 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors, which must be summed over the processes for `finish`.
+        """Return this process's tensors for the metrics; `finish` needs the sums over processes.
 
-        They are the outputs (padded with zeros to the whole batch), the changes of metrics'
-        states by own rows, and the losses of single outputs. If the outputs are too large to
-        send, the compiled metrics count the own rows now, and the changes of their states are
-        returned instead of the outputs.
+        They are the outputs (padded with zeros to the whole batch), how this process's rows changed
+        the metrics' states, and the losses of single outputs. If the outputs are too large to send,
+        the compiled metrics count this process's rows now. The changes of their states are then
+        sent instead of the outputs.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
@@ -657,10 +658,10 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Return a context in which synchronized layers use the statistics of all processes' rows.
+    """Return a context in which BatchNormalization layers see the statistics of the whole batch.
 
-    These are BatchNormalization layers with `synchronized`. `size` is the number of this process's
-    rows; 0 if it only computes a filler row.
+    This holds for layers with `synchronized=True`, which otherwise see only this process's rows.
+    `size` is the number of these rows; 0 if the process only computes a filler row.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

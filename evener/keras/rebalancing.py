@@ -110,7 +110,8 @@ class WorkTimes:
     def spread(self, own_work_s: Any, kind: Any) -> Any:
         """Return a vector with this process's value at the index of its rank and 0 elsewhere.
 
-        The all-reduced sum of these vectors has the values of all processes. `kind` is its type.
+        If these vectors are all-reduced, the sum has the values of all processes. `kind` is the
+        vector's type.
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 

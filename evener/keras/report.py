@@ -110,7 +110,10 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the sums of the parts of all steps; empty before the model has a split's hooks."""
+        """Return the sums of all steps' durations, such as input and compute time.
+
+        They are empty before the model has a split's hooks.
+        """
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 

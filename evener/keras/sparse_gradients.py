@@ -112,9 +112,10 @@ class PassGradient:
 class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
-    To concatenate slices by a sum, each process pads its slices with zeros to the total number of
-    slices in the group. `own` are the padded tensors, and `join` returns gradients from their sums.
-    Creating this object is a collective: every process must do it at the same point of the step.
+    The slices of all processes have to be concatenated, but an all-reduce can only add. So each
+    process puts its slices at a place of its own in a tensor of zeros for the slices of all. `own`
+    are these tensors, and `join` returns gradients from their sums. Creating this object is a
+    collective: every process must do it at the same point of the step.
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:

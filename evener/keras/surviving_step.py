@@ -31,7 +31,7 @@ class SurvivingStep:
     """A replacement for Keras' train function in an engine of type `Workers` with passes.
 
     `limit` is the maximum rows per pass, which falls when memory runs out. If it is None, the step
-    fails then, as probes require. `said` is called with a report of each retry.
+    isn't retried but fails, as a probe needs it. `said` is called with a report of each retry.
     """
 
     def __init__(

@@ -106,10 +106,10 @@ def short_name(name: str) -> str:
 
 
 def driver_name(name: str) -> str | int:
-    """Return the number or the UUID that identifies a GPU, as the monitor needs it.
+    """Return the number or UUID by which the monitor identifies TensorFlow's device `name`.
 
-    It is the entry in CUDA_VISIBLE_DEVICES for TensorFlow's GPU `name`, or TensorFlow's number
-    without that variable. For a CPU, return TensorFlow's name in lower case.
+    For a GPU, it is the entry in CUDA_VISIBLE_DEVICES or, if that isn't set, TensorFlow's own
+    number. For a CPU, return TensorFlow's name in lower case.
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":

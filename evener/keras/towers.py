@@ -54,7 +54,7 @@ class Tower(NamedTuple):
     def heads(self) -> list[Any]:
         """Return the tensors from which a loss may be computed, without duplicates.
 
-        They are those with a gradient: outputs, logits, added losses and attributes.
+        They are the outputs, logits and attributes that have a gradient, and the losses of layers.
         """
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
