@@ -416,10 +416,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return the result of training_step with the loss of the global batch as its value.
+        """Return the result of training_step with the global batch's loss in place of this rank's.
 
-        The gradients stay those of this rank's loss. Because all ranks get the same value, they
-        make the same decisions.
+        Only the value is replaced: gradients are still those of this rank's loss. With the same
+        value on all ranks, they make the same decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

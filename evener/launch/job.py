@@ -130,9 +130,9 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables with which to start this host's processes.
 
-        All processes get the same variables. The variables that differ between processes are
-        encoded in one of them, STARTS, which `start_rank` decodes. `more` has further variables of
-        the latter kind, one dictionary per process.
+        All processes get the same variables. One of them, STARTS, encodes the variables that differ
+        between processes; `start_rank` decodes it. `more` adds variables to those of each process,
+        with one dictionary per process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)

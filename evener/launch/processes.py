@@ -61,7 +61,8 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        A rank that had exited with code 0 before is named first, unless SIGKILL is the cause.
+        If a rank had exited with code 0 before the others failed, it may be the cause and is named
+        first, unless SIGKILL ended the failed rank.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -249,10 +250,10 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return a value of the environment variable RENDEZVOUS that replaces an address by a file.
+    """Return the value of the variable RENDEZVOUS that makes processes rendezvous through a file.
 
-    `address` is HOST:PORT. Processes that have it in their environment rendezvous through the new
-    file that the value names.
+    `address` is the HOST:PORT that PyTorch would use instead. The value names the file, which is
+    created.
     """
     return f"{address} {make_memory_file()}"
 
@@ -322,7 +323,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
     """Return the environment variables of the agent, which its processes inherit.
 
-    On a single host, they contain `address` (HOST:PORT), with a file for the rendezvous.
+    On a single host, the processes then rendezvous through a file instead of `address` (HOST:PORT).
     """
     more = {}
     if job.attempt:

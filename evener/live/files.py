@@ -76,7 +76,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """One of a rank's last steps, with the durations of its parts."""
+    """One of a rank's last steps, divided into loading data, computing, waiting and the rest."""
 
     number: Count  # the number of the batch
     input_s: Seconds

@@ -220,9 +220,9 @@ class TrainingJournal:
     ) -> None:
         """Note that `step` steps have ended by `at_s`; add an entry if the window is long enough.
 
-        `at_s` is in monotonic seconds. `sums` returns the first rank's current sums, and `quick`
-        the seconds of a quick step since its last call. Entries stay in memory until the next
-        report is recorded, because writing may be slow.
+        `at_s` is in monotonic seconds. `sums` returns the first rank's current sums, and `quick` a
+        low percentile of the step times since its last call, in seconds. Entries stay in memory
+        until the next report is recorded, because writing may be slow.
         """
         if self._window is None:
             self._first_s = at_s

@@ -1,4 +1,4 @@
-"""Extract from a rank's report the metrics that determine a training run's limits."""
+"""Extract the metrics from a rank's report that show what limits the training run's speed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """Return the sums over a device's last steps, from its entry `live` in a process's record.
+    """Return the sums of the durations of a device's last steps.
 
-    In two cases, the sums are replaced by a single step made from the medians. One is that the
-    process reports no sums. The other is that the process has several devices and this one
-    reports its own compute time (own work), because the sums are the whole process's. Without
-    medians, the result is empty.
+    `record` is its process's record, and `live` the device's entry in it. The record's own sums are
+    for the whole process. If they are missing, or the process has several devices and this one
+    reports its own compute time (own work), the result is a single step made from the medians.
+    Without medians, it is empty.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
@@ -34,7 +34,7 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return a rank's metrics, from which its limits are found.
+    """Return a rank's metrics, which show what limits its speed.
 
     `record` is the process's record and `live` its device. `name` is the name to show, and `sums`
     are the sums over the rank's steps. `micro` is the number of rows per pass. `starved` is the

@@ -149,10 +149,11 @@ class Reporter:
     - `details` returns further metrics and the times of each device. It is called whenever a file
       is written.
     - `journal` is a journal in which each report is recorded, too.
-    - `now` returns the number of the current batch and the activity with it. If no step ends in
-      time, a thread writes them to the file, so that the monitor shows where the process hangs.
+    - `now` returns the current batch's number, and what the process is doing with that batch. If no
+      step ends in time, a thread writes both to the file, so that the monitor shows where the
+      process hangs.
     - `sums` returns the sums over all steps, for the journal.
-    - `quick` returns the seconds of a quick step since its last call, for the journal.
+    - `quick` returns a low percentile of the step times since its last call, for the journal.
     """
 
     _serials = iter(range(1 << 29))
@@ -299,7 +300,7 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Shift the earlier points, as if a step had taken no time and had no samples.
+        """Exclude a step from the rates by adding its time and samples to the earlier counts.
 
         `seconds` is the step's duration, and `counts` are its samples and tokens.
         """

@@ -187,9 +187,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the number of samples of each device; the numbers sum to `global_batch` exactly.
 
-        The default of `global_batch` is the plan's own. If the plan's shares are fractions of a
-        batch's cost, rows are divided in the same proportions. This is for training runs that don't
-        report the lengths of their rows.
+        The default of `global_batch` is the plan's own. If the plan divides a batch by the cost of
+        its rows, which depends on their lengths, rows are divided in the same proportions. That is
+        for training runs that don't report lengths.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -260,7 +260,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _with_kinds(plan: Plan) -> Plan:
-    """Return the plan with the `kind` of each evidence derived from its name.
+    """Return the plan with the kind of layout of each comparison (`evidence`) set from its name.
 
     Plans written by evener 0.1 and 0.2 have only names.
     """

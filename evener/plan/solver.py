@@ -23,7 +23,7 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the curve of each share.
 
     If any share has no curve, compute times are assumed to be proportional to rows on all devices,
-    such that all shares take the same time.
+    and all shares to take the same time.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
@@ -32,7 +32,8 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
     """Return the curve through each device's knots.
 
     If any device has fewer than two knots, compute times are assumed to be proportional to rows on
-    all devices, such that the given `rows` take the same time on each (`proportional_curves`).
+    all devices. The numbers in `rows` then take the same time on their devices
+    (`proportional_curves`).
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -40,7 +41,7 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Return linear curves without fixed costs; on each device, its number in `rows` takes 1 s."""
+    """Return curves that are lines through 0; each device takes 1 s for its number in `rows`."""
     return tuple(Curve((0.0,), (0.0,), 1 / each) for each in rows)
 
 
@@ -111,9 +112,10 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
     `gone` contains pairs of a host and the id of a device on it. The remaining devices get the
     shares that their curves predict to be fastest within memory. Several passes are used if the
-    plan used them, or if the batch doesn't fit in memory otherwise. The throughput isn't measured;
-    it is the remaining devices' fraction of the plan's throughput. Raises PlanError if no device
-    is left, if the devices left compute no rows, or if only one device of a sharded plan is left.
+    plan used them, or if the batch doesn't fit in memory otherwise. The throughput isn't measured,
+    but estimated: it is the plan's throughput times the fraction of the batch that the remaining
+    devices had. Raises PlanError if no device is left, if the devices left compute no rows, or if
+    only one device of a sharded plan is left.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)

@@ -1,10 +1,11 @@
 """The even steps with which a library's trainer begins under `evener run`.
 
-The loss of a trainer, unlike the loss of a plain loop, can't be recorded and computed again.
-Therefore every rank gets the same number of rows in the first steps, and two checks are made. The
-first audits check whether the plan's shares would give the same gradient. The collectives that the
-program's own code calls are observed, because their results may affect a later loss. If neither
-check finds that uneven shares would change what the model learns, the plan's shares take effect.
+In a plain loop, evener can record how a loss is computed and compute it again to test whether
+uneven shares change it. In a library's trainer, it can't. Therefore every rank gets the same number
+of rows in the first steps, and two checks are made. The first audits check whether the plan's
+shares would give the same gradient. The collectives that the program's own code calls are observed,
+because their results may affect a later loss. If neither check finds that uneven shares would
+change what the model learns, the plan's shares take effect.
 """
 
 from __future__ import annotations
