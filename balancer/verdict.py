@@ -73,7 +73,7 @@ class RateGap(msgspec.Struct, frozen=True):
     """The plan's samples/s divided by a rival's, minus 1, with a 95 % interval.
 
     `alternately` is True if the layouts were measured in alternating turns. The gap may then be
-    more precise than either layout's samples/s, and may differ from the gap between the two rates.
+    more precise than the samples/s of each layout, and differ from the gap computed from them.
     """
 
     value: float
@@ -328,7 +328,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 class Learning(msgspec.Struct, frozen=True):
     """How the batch affects learning, if the noise scale or the script's own batch is known.
 
-    A triple has a value and the bounds of its 95 % interval.
+    Each triple is a value with the bounds of its 95 % interval.
     """
 
     global_batch: int

@@ -157,7 +157,7 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send the signal SIG`name`, such as SIGTERM for "TERM", to the process of this row.
+    """Send a signal to the process of this row; the `name` "TERM", for example, stands for SIGTERM.
 
     Raises RequestError if the process has ended, if its pid now belongs to another process, or if
     this user may not signal it. A pidfd is held while the start time and owner are checked, so that

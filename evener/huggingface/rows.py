@@ -201,7 +201,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set whose items are passes: a tuple of row indices selects the rows, collated."""
+    """A data set of passes: for a tuple of row indices, it returns these rows, collated."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset

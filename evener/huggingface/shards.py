@@ -103,9 +103,10 @@ def find_autocast(accelerator: Any) -> torch.dtype | None:
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Disable autocast's cache of half-precision copies.
+    """Disable autocast's cache of half-precision copies of the weights.
 
-    The cache would keep the copies of all gathered units until the end of the forward pass.
+    The weights of a few layers are gathered at a time. The cache would keep the copies of all of
+    them until the end of the forward pass.
     """
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 

@@ -285,8 +285,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
         If `check` is False, or one process computes each batch at once, return what transformers
-        assumes. `ignores` is True if some labels are ignored. If `in_parts` isn't 0, a single
-        process needs smaller passes because memory ran out, and checks the loss on that many rows.
+        assumes. `ignores` is True if some labels are ignored. `in_parts` isn't 0 if a single
+        process has run out of memory and needs smaller passes; it is the number of rows to check
+        the loss on.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -334,7 +335,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Train on the passes of a global batch, and return the sum of their losses.
 
         `inputs` are the batches of the passes, and `num_items_in_batch` is passed to the loss. Each
-        loss is weighted so that the mean over ranks is the loss of one process.
+        loss is weighted so that the mean over ranks is the loss that a single process would
+        compute.
         """
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
@@ -433,7 +435,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """At the end of the training, average the losses that aren't logged yet over the ranks.
+        """At the end of the training, average over the ranks the losses that aren't logged yet.
 
         This override is for transformers 4, which has no `_finalize_training`.
         """
@@ -444,7 +446,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the losses that aren't logged yet over the ranks.
+        """Average over the ranks the losses that aren't logged yet.
 
         The trainer itself would use only the first rank's losses.
         """

@@ -495,7 +495,10 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return the finding that `what`, some rows of a batch, can't be computed alone."""
+        """Return a finding that says that some rows of a batch can't be computed alone.
+
+        `what` names the rows, and `error` is what the computation raised.
+        """
         said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
 

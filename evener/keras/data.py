@@ -116,10 +116,10 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad the outputs of rows that were cut to fewer steps, to the number of steps in x.
+    """Pad the outputs of rows that were cut to fewer steps, so that they have as many steps as x.
 
-    Only outputs whose number of steps is unknown in the graph are padded;
-    their masks exclude the padding.
+    Only outputs whose number of steps is unknown in the graph are padded; their masks exclude the
+    padding.
     """
     whole = _count_steps(x)
 
@@ -300,7 +300,10 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of (epoch, step); each iteration over the dataset is another epoch."""
+        """Return a dataset of an epoch's steps, as pairs of the epoch's random number and the step.
+
+        Each iteration over the dataset draws another number, and so is another epoch.
+        """
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
         numbers = epoch.flat_map(
@@ -367,7 +370,7 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return sample weights, converted from `class_weight` as Keras does if that is given.
+    """Return the sample weights; if `class_weight` is given, convert it to them as Keras does.
 
     Classes are found by label or by one-hot column.
     """

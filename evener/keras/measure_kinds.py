@@ -419,8 +419,8 @@ def _negate(leaf: Any) -> Any:
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
     """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
 
-    `call` is the model's call on the rows. Each variant distinguishes a kind of loss that the
-    original rows may not distinguish.
+    `call` is the model's call on the rows. With changed values, kinds of losses differ that would
+    be equal on the original rows.
     """
     x, y, weight = rows
     outputs = call.outputs
@@ -440,7 +440,7 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return labels whose rows differ in the number of labels that are replaced by `padding`."""
+    """Return the labels with some replaced by `padding`, a different number in each row."""
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
@@ -450,7 +450,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 def _with_other_masks(outputs: Tensors) -> Tensors:
     """Return a copy of the outputs whose masks select a different number of steps in each row.
 
-    The rows' numbers are 1, 2, 3, ... steps, from the first step on.
+    The first row keeps its first step, the second row its first two, and so on.
     """
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):

@@ -23,13 +23,13 @@ OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """How losses, states and attributes of parts of a batch combine into the whole batch's.
+    """How losses, states and attributes of a batch's parts combine into those of the whole batch.
 
     By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
     ROWS, SUM, one of COUNTS, or OTHER. `states` has the kind (ROWS, SUM, SAME or OTHER) of each
     state's change, by its index in `model.non_trainable_variables`. `attributes` has the kind of
-    each tensor that a call stores in an attribute and that doesn't consist of rows. Values of kind
-    OTHER are combined like ROWS; audits check whether that is exact.
+    each tensor that a call stores in an attribute, unless the tensor consists of rows. Values of
+    kind OTHER are combined like ROWS; audits check whether that is exact.
     """
 
     loss: str = ROWS

@@ -37,10 +37,10 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 class StateUpdate(NamedTuple):
     """A state's value after one device's calls, and how to combine it with other devices' values.
 
-    - CHAINED: the last device's value is used.
+    - CHAINED: each device continues from the previous one, so the last value is used.
     - ADDED: the value is an increment of the state.
     - AVERAGED: changes are averaged by rows, for example the loss of one of several outputs.
-    - ROWS, SUM and SAME are the measured kinds (see `part_kinds.py`).
+    - ROWS, SUM and SAME: as measured for this model (see `part_kinds.py`).
     """
 
     state: Any
@@ -53,7 +53,7 @@ class StepStates:
 
     Seeds differ by device, so that no two devices draw the same random numbers. Metrics inside
     layers count the rows of all devices: a device's call continues from the previous device's
-    values or, with passes, starts from 0. `found` has the measured kinds of the states.
+    values or, with passes, starts from 0. `found` says how devices' values of other states combine.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -96,7 +96,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True if the state belongs to a metric that isn't the loss of a single output."""
+        """True if the state belongs to a metric that isn't the loss of one of several outputs."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -105,8 +105,8 @@ class StepStates:
         """Return a state's accumulated value after another pass.
 
         - `before` is its accumulated value before the pass.
-        - `start` is the value from which the pass started. Unless the state is chained, it is the
-          same for all passes.
+        - `start` is the value from which the pass started. Unless each pass continues from the
+          previous one (CHAINED), it is the same for all passes.
         - `new` is the value that the pass assigned.
         - `part` is the fraction of the device's rows in the pass, and `first` is True for the first
           pass.
@@ -172,7 +172,7 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state of this kind is computed from the changes that all devices make to it."""
+    """True if a state of this kind gets a part of its change from each device."""
     return kind in (ROWS, SUM)
 
 
@@ -187,8 +187,8 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """Return how several devices' values of each state are combined, by the state's id.
 
-    `found` has the measured kinds. Other states are averaged by rows if they are floating-point
-    numbers, and otherwise assumed to be the same on all devices.
+    `found` has what was measured for some states. Other states are averaged by rows if they are
+    floating-point numbers, and otherwise assumed to be the same on all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
@@ -217,8 +217,8 @@ class DevicePasses:
     """Runs the passes of the device with index `number` in this process.
 
     `data` is the device's (x, y, weight), `size` the number of its rows without filler rows, and
-    `rows` the number of rows in the whole batch. `found` has the measured kinds, and `variables`
-    are the model's plain variables, which are reset before each pass.
+    `rows` the number of rows in the whole batch. `found` says how losses and states of passes
+    combine, and `variables` are the model's plain variables, which are reset before each pass.
     """
 
     def __init__(

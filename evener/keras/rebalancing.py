@@ -57,8 +57,8 @@ class ChangingCut(Cut):
     def bounds(self, rows: Any) -> list[Any]:
         """Return the boundaries of the devices' rows in a batch of `rows` rows.
 
-        If `rows` is a tensor, they are computed in the graph from the shares when it runs. If it is
-        an int, they are computed now.
+        If `rows` is a tensor, operations of the graph compute them, from the shares at the time
+        when the graph runs. If `rows` is an int, they are computed immediately.
         """
         if isinstance(rows, int):
             return super().bounds(rows)

@@ -183,7 +183,10 @@ class _MatchedRank(NamedTuple):
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """Return the device's summary; `step` is its mean step in five parts, None if unknown."""
+        """Return the device's summary.
+
+        `step` has the mean time per step that its rank spent on each activity; None if unknown.
+        """
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
