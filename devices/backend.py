@@ -318,7 +318,7 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return those of the listed devices that a process with these environment variables sees.
+        """Return the listed devices that a process with these environment variables sees.
 
         They are in the order in which the variable names them.
         """

@@ -65,7 +65,7 @@ def kind_of(name: str) -> str:
 
 
 def is_simulated(names: Iterable[str]) -> bool:
-    """True if any of these labels or ids is that of a simulated device."""
+    """True if any of these labels or ids belongs to a simulated device."""
     return any(
         find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS
     )

@@ -116,7 +116,7 @@ class Sampler:
     ) -> tuple[float | None, ...]:
         """Return a metric's values at the newest ticks, at most `newest` of them, the oldest first.
 
-        `key` is that of a device or a training. A tick without a current value is None.
+        `key` identifies a device or a training. A tick without a current value is None.
         """
         with self._lock:
             return self._history.values(key, metric, newest)

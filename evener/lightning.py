@@ -196,13 +196,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Make ranks exchange before each batch whether the first rank has received SIGTERM.
+        """Before each batch, tell all ranks whether the first rank has received SIGTERM.
 
         The first rank broadcasts this over gloo, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler for SIGTERM would synchronize with the other ranks immediately,
         while they may be in a step's all-reduce. The handler installed here only records the
-        signal. If a rank other than the first is the only one to receive SIGTERM, it stops by
-        itself one batch later.
+        signal. If only a rank other than the first receives SIGTERM, it stops by itself one batch
+        later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,

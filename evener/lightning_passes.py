@@ -58,10 +58,10 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss of a part's batch, computed as in a step; None if training_step returns None.
+    """Return the loss of a part's batch as training_step computes it; None if it returns None.
 
-    `others` are the arguments of training_step other than the batch, by default those of an epoch's
-    first batch.
+    `others` are the arguments of training_step other than the batch, by default the arguments for
+    an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -221,10 +221,10 @@ class PassMetrics:
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Reduce a metric over all ranks.
 
-        `op` is the name of the reduction, such as "mean", and `group` is the process group. In a
-        pass, the result also includes the passes of the global batch before this one. Integers are
-        reduced in double precision: Lightning divides by the mean number of rows, which would be
-        truncated to an integer otherwise.
+        `op` is the name of the reduction, such as "mean", and `group` is the process group. Within
+        a pass, the result also includes the global batch's earlier passes. Integers are reduced in
+        double precision, because Lightning divides by the mean number of rows, and an integer
+        result would be truncated.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor

@@ -109,7 +109,8 @@ class Agent:
     """This process's handle of the actor on one host.
 
     If `reserves`, the actor reserves the host's free GPUs. `generation` says how often the actor
-    has been restarted, so that only one of several threads restarts it.
+    has been restarted. If several threads notice that the actor is dead, only the first one
+    restarts it.
     """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
@@ -131,7 +132,7 @@ class Agent:
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Return the result of a call, or raise what the call raised on the host.
+        """Return the result of a call; an exception on the host is raised here.
 
         Return None if `stop` is set before the call ends. Raises HostLostError if the host has gone
         or doesn't answer within `seconds`, and ActorLostError if only its actor has ended.
@@ -183,9 +184,9 @@ class Agent:
     def restart(self, generation: int) -> bool:
         """Replace the host's dead actor by a new one, and recreate the objects that it kept.
 
-        `generation` is that of the dead actor; nothing is done if another thread has replaced it
-        already. Return False if the host has gone, if no new actor can be started, or if the actor
-        has been restarted too often.
+        `generation` is the dead actor's; nothing is done if another thread has replaced it already.
+        Return False if the host has gone, if no new actor can be started, or if the actor has been
+        restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it

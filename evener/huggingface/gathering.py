@@ -181,9 +181,9 @@ class Gathering:
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
         """Return the values of one gather call in a pass.
 
-        `call` is the number of earlier gather calls in the pass. `tensor` is what the current piece
-        of the pass gathers, computed from `rows` rows. If the call already gathered other ranks'
-        values before the pass was repeated, these are returned.
+        `call` is the number of earlier gather calls in the pass. `tensor` is the call's argument in
+        the current piece of the pass, computed from `rows` rows. If the call already gathered other
+        ranks' values before the pass was repeated, these are returned.
         """
         if call < len(self._gathered_calls):
             return self._gathered_calls[call]

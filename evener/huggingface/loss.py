@@ -45,7 +45,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
-        A pass is computed in pieces if memory runs out. `whole` is the batch of the pass with
+        If memory runs out, a pass is computed in pieces. `whole` is the batch of the pass with
         `rows` rows, and `piece` is a part of it with `own` rows.
         """
         if (

@@ -114,7 +114,10 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Computes the passes of a Trainer's batches, and retries them in pieces if memory runs out."""
+    """Computes the passes of a Trainer's batches.
+
+    If memory runs out, a pass is repeated in pieces, which are smaller groups of its rows.
+    """
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -136,9 +139,9 @@ class TrainerPasses:
         """Train on the passes of a batch, and return the sum of the results of `train`.
 
         `parts` are the passes, and `loss` returns what the loss is a mean over. `train` computes
-        and backpropagates the loss of a pass, or of a piece of it if memory has run out; its second
-        argument is True for the batch's last part. If a pass is repeated in pieces, its metrics are
-        recorded only once.
+        and backpropagates the loss of a pass, or of a piece of it if memory has run out. Its second
+        argument is True in the last call for the batch. If a pass is repeated in pieces, its
+        metrics are recorded only once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -171,7 +174,7 @@ class TrainerPasses:
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Add a hook to a pass's loss that detects a backward pass started by the trainer itself.
+        """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass.
 
         Such a pass can't be retried in pieces, because its gradients can't be undone.
         """

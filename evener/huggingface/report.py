@@ -58,7 +58,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report an optimizer step.
 
-        The reported number of rows is that of a full step; an epoch's last step may have fewer.
+        Every step is reported with the rows of a full step; an epoch's last step may have fewer.
         """
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps

@@ -411,7 +411,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute an evaluation batch with the unweighted loss, as in one process."""
+        """Compute an evaluation batch with the unweighted loss, as a single process would."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:

@@ -34,7 +34,7 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """A warning that training differs from what the plan or the user may expect, but continues."""
+    """A warning that training continues, but differs from what the plan or the user may expect."""
 
 
 def warn(sentence: str) -> None:
@@ -75,7 +75,8 @@ def check_compiled(model: Any) -> None:
 def check_step(model: Any) -> None:
     """Raise RequestError if no engine can split the model.
 
-    This is so if the model isn't compiled, or if a layer keeps a state per row (`stateful=True`).
+    No engine can if the model isn't compiled, or if a layer keeps a state per row
+    (`stateful=True`).
     """
     check_compiled(model)
     for layer in all_layers(model):

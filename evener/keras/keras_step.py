@@ -383,9 +383,9 @@ def scale_loss(model: Any, loss: Any) -> Any:
 
 
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
-    """Update the trainable weights with the summed gradients of `scale_loss`.
+    """Update the trainable weights with the summed gradients of the loss from `scale_loss`.
 
-    The sums overflow exactly if the gradients of one device would.
+    The sums overflow if and only if the gradients on one device would.
     """
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:

@@ -85,12 +85,12 @@ def _spread(weight: Any, mask: Any) -> Any:
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds in which the values of parts combine into the value of the whole.
+    """Return the kinds that explain the value of the whole from the values of its parts.
 
-    `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5),
-    "labels": (20, 61)}. A unit's name is returned if the mean of the parts' values, weighted by
-    its counts, equals the whole's value within the relative `rounding`. SUM is returned if the
-    sum of the parts' values does.
+    `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5), "labels":
+    (20, 61)}. A unit's name is returned if the mean of the parts' values, weighted by these counts,
+    equals `whole` within the relative `rounding`. SUM is returned if the sum of the parts' values
+    equals it.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)

@@ -16,10 +16,10 @@ KEPT_STEPS = 50  # number of steps stored for medians
 class ClockedReports:
     """Measures the steps of one process and reports each step to the monitor.
 
-    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time
-    between an end and the next beginning counts as input: waiting for the loader, and callbacks.
-    On a GPU, the host runs ahead. A step's time is the host's, which equals the GPU's once the
-    host has to wait for the GPU.
+    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from an
+    end to the next beginning, in which the process waits for the loader or runs callbacks, counts
+    as input. With a GPU, the measured time is the host's. It equals the GPU's as soon as the host,
+    which runs ahead, has to wait for the GPU.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:

@@ -164,8 +164,8 @@ def make_layout(
     """Return a layout from template shares (`devices`) and the number of samples per device.
 
     `micros` are the rows per pass, by default all rows of a device. `ratios` are fractions of cost,
-    by default fractions of samples. They replace the batch, ratio and micro of the templates, whose
-    other fields are kept. `engine`, `processes` and `placement` are fields of the PlanLayout.
+    by default fractions of samples. The templates' batch, ratio and micro are replaced; their other
+    fields are kept. `engine`, `processes` and `placement` are fields of the PlanLayout.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
