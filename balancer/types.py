@@ -196,6 +196,7 @@ Doubt = Literal[  # in the order in which they are reported
     "noisy",
     "slow_start",
     "stalled",
+    "few_steps",  # of a plan: the budget left time only for single steps of its layout
     "too_short",
 ]
 

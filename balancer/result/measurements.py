@@ -39,7 +39,8 @@ def find_doubts(
 
     Two doubts are reported for any layout: a loss that was NaN or infinite, and measurements of one
     layout that differ. `error` is the relative error of the samples/s; if it is given, it decides
-    whether the measurements were too noisy.
+    whether the measurements were too noisy. If only single steps of the layout were timed, one
+    doubt says so instead of how short and noisy each was.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -49,7 +50,21 @@ def find_doubts(
         worst["noisy"] = MeasurementDoubt("noisy", error)
         if error <= ROUGH:  # the search required no greater precision
             del worst["noisy"]
+    lone = _count_lone_steps(seen, chosen)
+    if lone:
+        worst.pop("noisy", None)
+        worst.pop("too_short", None)
+        worst["few_steps"] = MeasurementDoubt("few_steps", lone)
     return tuple(worst[code] for code in ORDER if code in worst)
+
+
+def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
+    """Return how many steps of the chosen layout were timed, if all of its probes timed one step.
+
+    Return 0 if a probe timed more steps, so that their noise is known.
+    """
+    own = [one for one in seen if isinstance(one, Timed) and one.probe.layout == chosen]
+    return len(own) if all(one.lone for one in own) else 0
 
 
 def _weight(doubt: MeasurementDoubt) -> float:

@@ -1051,9 +1051,17 @@ def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --bu
         "slow_start": f"Steps were still getting faster (by {percent(value)}) when the warm-up "
         f"ended.",
         "stalled": f"One block took {value:.1f} times as long as the others.",
+        "few_steps": (
+            f"The budget left time to measure {_count_steps(value)} of this layout, so ± is an "
+            f"estimate by the search's other single steps; measure again with {longer}."
+        ),
         "too_short": f"Only {value:.2f} s were timed; give {longer}.",
     }[doubt.code]
     return f"{doubt.device}: {text}" if doubt.device else text
+
+
+def _count_steps(count: float) -> str:
+    return "a single step" if count == 1 else f"{count:.0f} single steps"
 
 
 def _warn_of_taken_memory(verdict: Verdict) -> Iterator[str]:

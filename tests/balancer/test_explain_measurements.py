@@ -165,6 +165,18 @@ def test_noise_is_that_of_the_figure_over_all_turns() -> None:
     assert find_doubts(seen, SPLIT, error=0.09) == (MeasurementDoubt("noisy", 0.09),)
 
 
+def test_single_steps_are_one_doubt_unless_their_noise_was_measured() -> None:
+    """Each single step is short and noisy; a probe of several steps shows the noise."""
+    doubts = MeasurementDoubt("noisy", 0.08), MeasurementDoubt("too_short", 9.8)
+    lone = msgspec.structs.replace(timed(*doubts), steps=1)
+    assert find_doubts([lone, lone], SPLIT, error=0.06) == (MeasurementDoubt("few_steps", 2),)
+    assert find_doubts([lone, timed(layout=EVEN)], SPLIT, error=0.08) == (
+        MeasurementDoubt("few_steps", 1),
+    )
+    codes = [doubt.code for doubt in find_doubts([lone, timed()], SPLIT, error=0.08)]
+    assert codes == ["noisy", "too_short"]
+
+
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
     """Each device has its own sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]

@@ -64,6 +64,7 @@ DOUBTS = {  # doubts about a measurement, printed after its samples/s
     "slow_start": "still warming up",
     "drift": "speed drifting",
     "noisy": "steps vary a lot",
+    "few_steps": "single steps",
     "too_short": "timed too briefly",
     "throttled": "steps held back",
     "capped": "at the power limit",
