@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from evener.torch import Split
 from evener.torch.shards.checkpoint import INDEX
 from evener.torch.shards.unit import choose_units
 from tests.support import torch_shard_programs as programs
 from tests.support import torch_shard_refusals as refusals
+from tests.support.torch_ranks import example_plan
 from tests.support.torch_shard_ranks import HALF, LATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -176,6 +178,25 @@ def test_plain_pytorch_trains_on_from_it(trained: list[Any], folder: Path) -> No
     for name, file in index["weight_map"].items():
         stored = load_file(folder / file)[name]
         torch.testing.assert_close(stored, saved["model"][name], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The plan was measured")
+def test_one_rank_trains_on_from_it(trained: list[Any], folder: Path, tmp_path: Path) -> None:
+    """The one rank holds the whole model, and writes a checkpoint that it can read again."""
+    split = Split(example_plan((8,)))
+    made = []
+    for source in (folder, tmp_path):
+        model = split.shard(programs.make_model(programs.SAVED))
+        for each in model.parameters():
+            each.data.fill_(0.5)
+        update = programs.make_optimizer(programs.SAVED, model)
+        assert split.load(source, model, update)["loop"]
+        split.save(tmp_path, model, update, {"loop": split.state_dict()})
+        made.append((split.model_state(model), split.optimizer_state(update)))
+    weights, _ = programs.reference(programs.SAVED, 8)
+    for own in made:
+        for name, mine in finish_alone(*own).items():
+            torch.testing.assert_close(mine, weights[name], rtol=0, atol=1e-12)
 
 
 def test_a_folder_that_cannot_be_written_is_said_on_every_rank(trained: list[Any]) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from .one_rank import WholeModel
 from .sharded import Sharded
 
 
-def find_names(model: Any, sharded: Sharded) -> list[str]:
+def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
     """Return the names of the parameters to write: those that PEFT saves, and all trained ones.
 
     PEFT may save more than adapters, such as resized embeddings. It is therefore called with a

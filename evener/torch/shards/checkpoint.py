@@ -32,6 +32,7 @@ from ..sums.collectives import own_collectives, spread
 from .adapters import export_adapters, find_names
 from .flat import Flat
 from .make import find
+from .one_rank import WholeModel, is_alone
 from .sharded import Sharded
 from .slot import Slot
 
@@ -49,16 +50,22 @@ _FOREIGN: dict[str, Any] = {
 }
 
 Tensors = dict[str, torch.Tensor]
+AnyModel = Sharded | WholeModel
 
 
-def find_sharded(model: Any) -> Sharded:
-    """Return the Sharded object of a model; raises RequestError if the model isn't sharded."""
+def find_sharded(model: Any) -> Sharded | WholeModel:
+    """Return the Sharded object of a model or, on a single rank, its WholeModel.
+
+    Raises RequestError if there are other ranks and the model isn't sharded.
+    """
     found = getattr(model, "exchange", None)
-    if not isinstance(found, Sharded):
+    if isinstance(found, Sharded):
+        return found
+    if not is_alone():
         raise RequestError(
             "The model isn't sharded.", "Use torch.save(model.state_dict(), ...) on one rank."
         )
-    return found
+    return WholeModel(model)
 
 
 # ---------------------------------------------------------------------- whole tensors
@@ -85,6 +92,8 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
     to call this function. Raises RequestError if the optimizer doesn't train a sharded model.
     """
     sharded = find(optimizer)
+    if sharded is None and is_alone():
+        return dict(optimizer.state_dict())
     if sharded is None:
         raise RequestError(
             "The optimizer has no sharded model's parameters.", "Use its own state_dict."
@@ -103,7 +112,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
     )
 
 
-def _flats(sharded: Sharded) -> Iterator[Flat]:
+def _flats(sharded: AnyModel) -> Iterator[Flat]:
     """Yield the flats that are written to checkpoints: all except packed (4-bit) weights.
 
     A flat is a tensor that holds several parameters.
@@ -114,23 +123,25 @@ def _flats(sharded: Sharded) -> Iterator[Flat]:
                 yield flat
 
 
-def _whole_slots(sharded: Sharded) -> list[Slot]:
+def _whole_slots(sharded: AnyModel) -> list[Slot]:
     return sharded.whole.slots if sharded.whole is not None else []
 
 
-def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
+def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
     """Yield dicts of whole parameters by name, in host memory, one dict for each flat.
 
     The last dict has the unsharded parameters. The dicts are empty on ranks other than 0. If
-    `wanted` isn't empty, flats that contain none of these names are skipped.
+    `wanted` isn't empty, flats that contain none of these names are skipped, and so are
+    unsharded parameters with other names.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
             yield _whole(flat, flat.shard)
-    yield _on_host(sharded, {slot.names[0]: slot.piece for slot in _whole_slots(sharded)})
+    slots = [slot for slot in _whole_slots(sharded) if not wanted or slot.names[0] in wanted]
+    yield _on_host(sharded, {slot.names[0]: slot.piece for slot in slots})
 
 
-def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors in host memory on rank 0, and an empty dict on other ranks."""
     if sharded.place.rank:
         return {}
@@ -166,7 +177,7 @@ def _buffers(model: Any) -> Tensors:
     }
 
 
-def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
+def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
     """Yield dicts of the optimizer's whole state, one dict for each flat and kind of state.
 
     The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out.
@@ -204,7 +215,7 @@ def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
-def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
+def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
     """Return the optimizer's scalar state, such as step counters, with the keys "parameter/kind".
 
     The values are the same on all ranks.
@@ -221,7 +232,7 @@ def _is_shard(value: Any) -> bool:
     return bool(torch.is_tensor(value) and value.ndim)
 
 
-def _names(sharded: Sharded, optimizer: Any) -> list[str]:
+def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
     """Return the names of the optimizer's parameters, in the optimizer's order."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
     return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
@@ -369,6 +380,8 @@ Value = TypeVar("Value")
 
 def _from_first(own: Value) -> Value:
     """Return the value that rank 0 passes on every rank; every rank has to call this function."""
+    if is_alone():
+        return own
     with own_collectives():
         return broadcast_message(own)
 
@@ -409,7 +422,7 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
 
 
 def _read_optimizer(
-    reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
+    reader: _Reader, sharded: AnyModel, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
     """Return this rank's part of the stored optimizer state, in the form of a `state_dict`.
 
@@ -466,7 +479,7 @@ class _Reader:
         self._maps: dict[str, str] = {}
         self.fault = ""
 
-    def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
+    def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
         """Read the index, check that it belongs to this model, and return evener's entries in it.
 
         Unless `optimizer` is None, its stored state is checked, too. Raises RequestError on every
@@ -481,7 +494,7 @@ class _Reader:
         _agree(fault, "Name a folder that split.save has written for this model.")
         return _from_first(own)
 
-    def _open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
+    def _open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
         index = json.loads((self._folder / self._index).read_bytes())
         own: dict[str, Any] = index["metadata"].get("evener", _FOREIGN)
         self._maps = {**index["weight_map"], **own["optimizer"]}
@@ -501,7 +514,7 @@ class _Reader:
             self._check_optimizer(own, sharded, optimizer)
         return own
 
-    def _check_optimizer(self, own: dict[str, Any], sharded: Sharded, optimizer: Any) -> None:
+    def _check_optimizer(self, own: dict[str, Any], sharded: AnyModel, optimizer: Any) -> None:
         """Raise an error unless the checkpoint's optimizer state belongs to this optimizer.
 
         `own` has evener's entries in the index.
@@ -567,8 +580,9 @@ class _Reader:
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if name in listed:
                 tensors[name].copy_(listed[name])
-        with own_collectives():
-            spread(list(tensors.values()))
+        if not is_alone():
+            with own_collectives():
+                spread(list(tensors.values()))
         return tensors
 
     def read_buffers(self, model: Any) -> None:
@@ -579,8 +593,9 @@ class _Reader:
             found = self._get(name) if self._reads else None
             values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
             values.copy_(buffer if found is None else found)
-            with own_collectives():
-                dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            if not is_alone():
+                with own_collectives():
+                    dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
             buffer.copy_(values)
 
     def _get(self, name: str) -> Any:

@@ -1,0 +1,40 @@
+"""A model on a single rank, which isn't cut, as checkpoints see it: all parameters are whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from ..packed import is_packed
+from .place import ShardRank
+from .slot import Slot
+
+
+def is_alone() -> bool:
+    """True if this process trains without other ranks."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+class WholeModel:
+    """Has the attributes of `Sharded` that checkpoints read, for a `model` that one rank holds.
+
+    Packed (4-bit) weights are left out, because checkpoints don't have them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        found: dict[int, Slot] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            if not is_packed(tensor):
+                slot = found.setdefault(id(tensor), Slot(tensor))
+                slot.names.append(name)
+                slot.piece = slot.whole = tensor
+        self.slots = list(found.values())
+        self.whole = self  # the unsharded parameters are in its `slots`
+        self.root, self.units = SimpleNamespace(flats=()), ()
+        device = next((each.piece.device for each in self.slots), None)
+        self.place = ShardRank(0, (1.0,), device, single_rank=True)
+
+    def note_state(self, optimizer: Any) -> None:
+        """Do nothing: a model that isn't sharded has no Ledger of bytes."""
