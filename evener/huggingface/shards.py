@@ -91,6 +91,19 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         checkpoint.load(self.state.best_model_checkpoint, self.model)
 
 
+def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
+    """Load the optimizer's state from a checkpoint of a sharded training, if `folder` has one.
+
+    The trainer's model isn't sharded. transformers doesn't know the files of such an optimizer, and
+    would train on with a new one. If `folder` is None, nothing is loaded.
+    """
+    if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
+        return
+    checkpoint.load_whole(folder, trainer.model, _own_optimizer(trainer))
+    path = Path(folder) / SCHEDULER
+    trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

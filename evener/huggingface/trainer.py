@@ -55,7 +55,7 @@ from .rows import (
     needs_equal_passes,
     training_rows,
 )
-from .shards import ShardMixin
+from .shards import ShardMixin, load_from_shards
 from .stop_signal import stop_on_signal
 
 
@@ -465,6 +465,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
                 "step_rows": self.get_total_train_batch_size(self.args),
             }
             (folder / CHECKPOINT).write_text(json.dumps(state) + "\n")
+
+    def _load_optimizer_and_scheduler(self, folder: Any) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        load_from_shards(self, folder)
 
     def _init_training_state(
         self,

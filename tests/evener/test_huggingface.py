@@ -47,6 +47,7 @@ NAMES = (
     "tokens, rebalanced",
     "tokens, FSDP2",
     "bf16",
+    "in shards, resumed whole",
     "the best, in shards",
     "a rank without rows, in shards",
     "bf16, in shards",

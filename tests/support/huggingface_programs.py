@@ -58,6 +58,7 @@ class Program(msgspec.Struct, frozen=True):
     sharded: bool = False
     by_memory: bool = False  # a plan in shards
     without_rows: bool = False  # the first rank only holds state
+    resumed_whole: bool = False  # goes on from a checkpoint of shards without shards
     by_cost: bool = False
     adapters: dict[str, Any] = {}  # options of PEFT's LoRA
     rebalance: bool = False
@@ -127,6 +128,13 @@ PROGRAMS = {
     ),
     "resumed in other shards": Program(
         rows=29, arguments={**ADAM, **TWICE}, resume_after=6, three_ranks=True, by_memory=True
+    ),
+    "in shards, resumed whole": Program(
+        rows=29,
+        arguments={**ADAM, **TWICE},
+        resume_after=6,
+        by_memory=True,
+        resumed_whole=True,
     ),
     "the best, in shards": Program(arguments=BEST, by_memory=True),
     "a rank without rows, in shards": Program(
@@ -481,7 +489,8 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
     if program.without_rows:
         plan = make_plan([0] * (len(plan.batches) - 1) + [GLOBAL_BATCH])
     if program.by_memory:
-        plan, resumed_by = plan_by_memory(plan), plan_by_memory(resumed_by)
+        plan = plan_by_memory(plan)
+        resumed_by = resumed_by if program.resumed_whole else plan_by_memory(resumed_by)
     chosen, path = plan_by_cost(plan) if program.by_cost else plan, str(folder)
     kind = with_plan(choose_class(program), chosen, rebalance=program.rebalance)
     checkpoint = folder / f"checkpoint-{program.resume_after}"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .one_rank import WholeModel
 from .sharded import Sharded
+from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:

@@ -32,9 +32,9 @@ from ..sums.collectives import own_collectives, spread
 from .adapters import export_adapters, find_names
 from .flat import Flat
 from .make import find
-from .one_rank import WholeModel, is_alone
 from .sharded import Sharded
 from .slot import Slot
+from .whole_model import WholeModel, is_alone
 
 INDEX = "model.safetensors.index.json"  # transformers' own file name
 ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers ignores it
@@ -271,7 +271,7 @@ def save(
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
-    writer = _Writer(Path(folder), writes, ADAPTER_INDEX if has_adapters else INDEX)
+    writer = _Writer(Path(folder), writes, _index_of(model))
     writer.run(writer.open)
     adapters: list[str] = []
     if has_adapters:
@@ -402,9 +402,31 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
     Every rank has to call this function. Raises RequestError on every rank if the checkpoint is
     missing or belongs to another model.
     """
-    sharded = find_sharded(model)
-    index = ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
-    reader = _Reader(Path(folder), sharded.place.rank == 0, index)
+    return _load(folder, model, find_sharded(model), optimizer)
+
+
+def load_whole(folder: str | os.PathLike[str], model: Any, optimizer: Any) -> Any:
+    """Load a checkpoint like `load`, into a model that every rank holds whole."""
+    return _load(folder, model, WholeModel(model), optimizer)
+
+
+def has_optimizer(folder: str | os.PathLike[str], model: Any) -> bool:
+    """True if `save` wrote a checkpoint of `model` to this folder, with its optimizer's state."""
+    try:
+        index = json.loads((Path(folder) / _index_of(model)).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool(index["metadata"].get("evener", _FOREIGN)["names"])
+
+
+def _index_of(model: Any) -> str:
+    return ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
+
+
+def _load(
+    folder: str | os.PathLike[str], model: Any, sharded: AnyModel, optimizer: Any = None
+) -> Any:
+    reader = _Reader(Path(folder), sharded.place.rank == 0, _index_of(model))
     own = reader.open(sharded, model, optimizer)
     with torch.no_grad():
         for flat in reader.choose(_flats(sharded)):

@@ -1,4 +1,4 @@
-"""A model on a single rank, which isn't cut, as checkpoints see it: all parameters are whole."""
+"""A model that each rank holds whole, in the form in which checkpoints see a sharded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_alone() -> bool:
 
 
 class WholeModel:
-    """Has the attributes of `Sharded` that checkpoints read, for a `model` that one rank holds.
+    """Has the attributes of `Sharded` that checkpoints read, for a `model` that isn't sharded.
 
     Packed (4-bit) weights are left out, because checkpoints don't have them.
     """
@@ -34,7 +34,8 @@ class WholeModel:
         self.whole = self  # the unsharded parameters are in its `slots`
         self.root, self.units = SimpleNamespace(flats=()), ()
         device = next((each.piece.device for each in self.slots), None)
-        self.place = ShardRank(0, (1.0,), device, single_rank=True)
+        rank = 0 if is_alone() else dist.get_rank()
+        self.place = ShardRank(rank, (1.0,), device, single_rank=True)
 
     def note_state(self, optimizer: Any) -> None:
         """Do nothing: a model that isn't sharded has no Ledger of bytes."""
