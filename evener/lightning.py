@@ -109,7 +109,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def count(self) -> OfPart | None:
-        """A function that counts what the loss is a mean over, such as tokens; None: rows."""
+        """A function that counts what the loss is a mean over, such as tokens; None for rows."""
         return self._count
 
     @property
@@ -175,7 +175,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def prepare_metrics(self) -> None:
         """Create the object that reduces logged metrics over ranks and passes.
 
-        Also set the check that allows a pass that ran out of memory to be retried in parts.
+        Also set the check that decides whether a pass that ran out of memory may be retried in
+        parts.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
@@ -481,7 +482,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the optimizer's step; before its first step, check that its state fits in memory.
+        """Run the optimizer's step; before the first one, check that its state fits in memory.
 
         `closure` computes the batch, after which the step is audited if an audit is due. Raises
         DeviceError, before any weight changes, if the optimizer's state won't fit.

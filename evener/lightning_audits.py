@@ -93,7 +93,7 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run training_step, and pass each loss that it gives to manual_backward to `sketcher`.
+        """Run training_step, and give `sketcher` each loss with which it calls manual_backward.
 
         Weights that training_step itself changes are restored. Raises RequestError if training_step
         never calls manual_backward.

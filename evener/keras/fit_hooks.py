@@ -157,8 +157,8 @@ class FitHooks:
     def _make(self, name: str, force: bool = False) -> Any:
         """Make Keras' train, test or predict function as its method `name` does, and wrap it.
 
-        With `force`, an existing function is replaced. XLA is disabled unless the engine is solo on
-        the first device. Raises RequestError if the engine can't run the model.
+        With `force`, an existing function is replaced. XLA is disabled if the engine splits batches
+        or doesn't use the first device. Raises RequestError if the engine can't run the model.
         """
         model = self.model
         if name == "make_train_function":
@@ -237,8 +237,8 @@ class FitHooks:
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """Call `keras.Model.evaluate` with the arguments adapted to the engine.
 
-        The default batch size is the split's global batch. With passes, it is the largest batch
-        that each device evaluates in one pass.
+        The default batch size is the split's global batch. With passes, it is the largest batch of
+        which each device can evaluate its rows in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments

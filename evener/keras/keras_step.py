@@ -181,9 +181,9 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Return a context in which calls of the model count as made by a step, not by the user's loop.
+    """Return a context in which calls of the model are known to be a step's.
 
-    Within it, the warning of `warn_of_own_loop` isn't issued.
+    So `warn_of_own_loop` doesn't mistake them for calls of a training loop that the user wrote.
     """
     token = in_step.set(True)
     try:

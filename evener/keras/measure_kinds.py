@@ -419,8 +419,8 @@ def _negate(leaf: Any) -> Any:
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
     """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
 
-    `call` is the model's call on the rows. With changed values, kinds of losses differ that would
-    be equal on the original rows.
+    `call` is the model's call on the rows. The changes tell kinds of losses apart that have the
+    same value on the original rows.
     """
     x, y, weight = rows
     outputs = call.outputs

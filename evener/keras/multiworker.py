@@ -75,8 +75,8 @@ class Workers:
     """The engine of one process in a group.
 
     Its steps accept the process's `OwnRows`, or a whole batch, from which they cut these rows.
-    `cut` is how a batch is divided, and `rebalancing` changes it during training; without it, the
-    shares are fixed. `device` is the device's name in messages.
+    `cut` is how a batch is divided, and `rebalancing` changes the cut during training. Without
+    `rebalancing`, the shares are fixed. `device` is the device's name in messages.
     """
 
     name = "multiworker"
@@ -193,8 +193,8 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Prepare for a `fit` and return its callbacks.
 
-        The processes' data are compared after its first steps. The callbacks make all processes
-        start, save and stop together.
+        After the first steps of the `fit`, the processes' data are compared. The callbacks make all
+        processes start, save and stop together.
         """
         self.unchecked = True
         self._forget_data()
@@ -370,10 +370,10 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run the forward and backward pass on this process's rows.
+        """Run the forward and backward pass on this process's rows, and return the results.
 
-        Return the results, and the values before the step of the states whose changes
-        are summed over all processes.
+        The second result is for states whose changes are summed over all processes: it has their
+        values from before the step.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -422,9 +422,9 @@ class Workers:
         digest: Any,
         sent: list[Any],
     ) -> tuple[list[Any], Any]:
-        """Sum over the processes, and update weights and states.
+        """Sum the results of the processes, and update weights and states.
 
-        `changes` has (value before the step, change by own rows) for each state in
+        `changes` has (value before the step, change by this process's rows) for each state in
         `result.updates`. `sent` are tensors that the metrics need. Return the sums of `sent` over
         the processes, and the loss of the whole batch.
         """

@@ -129,10 +129,11 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of the states that a device's only call has assigned in `scope`.
+        """Return the updates of the states that a device's call has assigned in `scope`.
 
-        `starts` are the states with their values before the call. If `size` is 0, the call was on a
-        filler row, which metrics don't count.
+        This is for steps without passes, in which a device makes a single call. `starts` are the
+        states with their values before the call. If `size` is 0, the call was on a filler row,
+        which metrics don't count.
         """
         found = []
         for state, begin in starts:
@@ -177,7 +178,7 @@ def adds_up(kind: str) -> bool:
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return one device's contribution to the change of a state that adds up (see `adds_up`).
+    """Return how much one device contributes to a state's change (see `adds_up`).
 
     `start` is the state's value before the step, and `part` the device's fraction of the rows.
     """

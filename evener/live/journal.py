@@ -244,7 +244,7 @@ class TrainingJournal:
 
     @property
     def window_ends_at(self) -> float:
-        """The monotonic time from which the next counted step ends the window of steps.
+        """The earliest monotonic time at which a counted step ends the window of steps.
 
         It is -infinity before the first window.
         """

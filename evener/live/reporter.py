@@ -51,7 +51,7 @@ from .journal import TrainingJournal
 class DeviceTimes(NamedTuple):
     """A device's compute time (own work) and waiting time per step, in seconds.
 
-    `LiveDevice` has the same fields, and describes them.
+    The fields are described in `LiveDevice`, which has the same ones.
     """
 
     own_work_s: float = 0.0
@@ -124,7 +124,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read(self) -> tuple[float, float]:
-        """Return the fraction over the last readings and the fraction since the start.
+        """Return the fraction of time in which threads waited for cores, recently and in total.
 
         Both are updated at most every CORE_SECONDS.
         """
