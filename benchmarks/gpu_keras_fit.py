@@ -141,9 +141,10 @@ def run_group(options: argparse.Namespace, kind: str, sizes: Sizes) -> None:
     data = make_data(sizes)
     probed = probe((f"{kind}:0",), sizes, data, options.rank, peers)
     fitted = fit("multiworker", peers, sizes, data)
-    trained = train_few("multiworker", peers, sizes)
     if options.rank == 0:
         say("multiworker", probed, fitted, sizes)
+    trained = train_few("multiworker", peers, sizes)
+    if options.rank == 0:
         say_exact("multiworker", trained, train_few("", (f"{kind}:0",), sizes), sizes)
 
 

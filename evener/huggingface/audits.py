@@ -17,6 +17,7 @@ from ..torch.audit.compute import GradientSketcher, Piece
 from ..torch.audit.rows import FewRows
 from ..torch.audit.step import AuditChange, Audited, Computation, Computations, audit
 from ..torch.rows.structure import cut_rows
+from ..torch.shards.make import trains_shards_only
 from ..torch.step.wrapped import is_sharded
 from ..torch.sums.collectives import refuse_collectives
 from ..torch.training_audits import TrainingAudits
@@ -98,7 +99,9 @@ class TrainerComputations:
             apart=[trainer.train_dataset, trainer.eval_dataset],
             function=own,
             around=[self._gathering.local, partial(silent, trainer)],
-            losses_only=is_sharded(trainer.model),
+            losses_only=is_sharded(trainer.model) or trains_shards_only(trainer.model),
+            # autocast casts activations to the dtype in which linear layers are gathered
+            keeps_autocast=trainer._shares.is_sharded,
         )
         return sketcher
 

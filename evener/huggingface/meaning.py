@@ -9,6 +9,8 @@ is a mean over labels. Gradients are compared as in an audit.
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +22,18 @@ from ..errors import DeviceError, RequestError
 from ..torch.audit.compute import GradientSketcher
 from ..torch.audit.rows import FewRows
 from ..torch.audit.step import REENTRANT, audit, compare_losses
-from ..torch.messages import gather_messages
+from ..torch.messages import broadcast_message, gather_messages
 from ..torch.step.recovery import is_out_of_memory
+from ..torch.step.wrapped import is_sharded
 from ..torch.sums.collectives import COLLECTIVES_REMEDY, USES_COLLECTIVES, CollectiveError
-from ..torch.training_audits import describe_error
+from ..torch.training_audits import NOT_AUDITED, describe_error
 from ..training.audit import (
     CAUSES,
+    FLOORS,
+    LOSS,
+    LOSS_SAFETY,
     REPEATS,
+    SAFETY,
     GradientDifference,
     Sketch,
     are_losses_near,
@@ -38,6 +45,8 @@ from .gathering import Gathering
 from .loss import IGNORED, ITEMS, ROWS, TrainerLoss, assume_loss, count_labels
 
 SHIFT = 1e4  # added to gathered values, so that a loss that depends on them changes
+# relative difference of two losses that is always rounding, if no gradients can be compared
+NEAR_LOSS = LOSS_SAFETY * FLOORS["float32"]
 GROSS = 0.25  # relative difference of gradients that is certain without repeats
 MASKED = 2  # number of rows whose labels are masked, to distinguish labels from rows
 LEFT = 4  # one of this many labels is kept in a masked row
@@ -115,6 +124,10 @@ class LossFinder:
     If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering. A
     loss that depends on gathered values is then refused, because a pass gathers values of fewer
     rows than the batch has. It is None otherwise.
+
+    If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass, so that
+    all ranks have to compute the same passes. Therefore the first rank's comparisons decide for all
+    of them. If no rank has the gradient of a few rows, losses are compared.
     """
 
     def __init__(
@@ -124,6 +137,7 @@ class LossFinder:
         few: FewRows,
         gathering_in_passes: Gathering | None,
     ) -> None:
+        self._in_step = trainer._shares.is_sharded or is_sharded(trainer.model)
         self._computations = computations
         self._few = few
         self._gathering = gathering_in_passes
@@ -133,6 +147,7 @@ class LossFinder:
         self._sketcher: GradientSketcher = computations.sketcher()
         self._repeats: list[Sketch] = []  # repeats of the reference, computed when needed
         self._nearest = ROWS  # the name with the smallest difference
+        self._difference: GradientDifference | None = None  # between the last compared losses
 
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over; None if these rows don't show it.
@@ -171,7 +186,8 @@ class LossFinder:
     def _find(self) -> TrainerLoss | None:
         with self._sketcher.open(moves=True):
             reference = self._sketcher.sketch_fast(self._computations.at_once(self._few))
-            if not any(map(reference.size, reference.sums)):
+            sizes = list(map(reference.size, reference.sums))
+            if self._decide(not any(sizes) or not math.isfinite(sum(sizes))):
                 return None
             multiplied = self._find_multiplied(reference)
             names = (
@@ -244,10 +260,19 @@ class LossFinder:
             )
             if self._agree(reference, trained):
                 fitting.append(name)
-            found = compare(reference, trained)
-            far[name] = 0.0 if found is None else found.relative
+            if self._sketcher.losses_only:
+                far[name] = _relate_losses(reference, trained)
+            else:
+                found = compare(reference, trained)
+                far[name] = 0.0 if found is None else found.relative
         self._nearest = min(names, key=far.__getitem__)
+        if self._sketcher.losses_only:  # rounding may make means over rows and labels fit
+            fitting.sort(key=far.__getitem__)
         return fitting
+
+    def _decide(self, own: bool) -> bool:
+        """Return `own`, or the first rank's value if all ranks have to compute the same passes."""
+        return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
         """True if gradients and losses of two computations differ only by rounding.
@@ -255,19 +280,44 @@ class LossFinder:
         A small term of the loss, such as a load-balancing term of experts, may at first change only
         the loss by more than rounding.
         """
+        if self._sketcher.losses_only:
+            return self._have_near_losses(reference, other)
         found = compare(reference, other)
-        if found is not None and found.relative > GROSS:
+        if self._decide(found is not None and found.relative > GROSS):
             return False
-        if found is None and are_losses_near(reference, other):
+        if self._decide(found is None and are_losses_near(reference, other)):
             return True
+        self._measure_rounding()
+        self._difference = compare(reference, other, self._repeats)
+        return self._decide(
+            self._difference is None and are_losses_near(reference, other, self._repeats)
+        )
+
+    def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
+        """True if the losses of two computations differ only by rounding.
+
+        The rounding of half precision is measured, because the sum of many rounded terms is much
+        more precise than each of them.
+        """
+        relative = _relate_losses(reference, other)
+        self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
+        if self._decide(relative > GROSS):
+            return False
+        if self._decide(relative <= NEAR_LOSS):
+            return True
+        self._measure_rounding()
+        noise = max(_relate_losses(reference, each) for each in self._repeats)
+        allowed = max(NEAR_LOSS, SAFETY * noise)
+        self._difference = _difference_of_losses(reference, other, allowed)
+        return self._decide(relative <= allowed)
+
+    def _measure_rounding(self) -> None:
+        """Compute the reference with random errors as large as rounding errors, if not done yet."""
         if not self._repeats:
             computation = self._computations.at_once(self._few)
             self._repeats = [
                 self._sketcher.sketch(computation, number + 1) for number in range(REPEATS)
             ]
-        return compare(reference, other, self._repeats) is None and are_losses_near(
-            reference, other, self._repeats
-        )
 
     def _refuse(self, loss: TrainerLoss) -> None:
         """Audit the loss; raise RequestError if gradients or losses differ without explanation."""
@@ -284,12 +334,37 @@ class LossFinder:
         Return None if there is no difference.
         """
         computations = self._computations.make(self._few, loss)
+        if self._in_step:  # an audit computes more passes on a rank that finds a difference
+            found_loss = compare_losses(self._computations.sketcher(), computations)
+            if found_loss is None and self._difference is not None:
+                return self._difference, "rows"
+            return found_loss
         found = audit(self._computations.sketcher(), computations, moves=True)
         if found.difference is not None:
             return found.difference, found.cause
         if found.fault or found.explained:
             return None
         return compare_losses(self._computations.sketcher(), computations)
+
+
+def _relate_losses(one: Sketch, other: Sketch) -> float:
+    """Return the difference of two losses relative to the larger one; inf if one isn't finite."""
+    size = max(abs(one.loss), abs(other.loss))
+    if not math.isfinite(size):
+        return math.inf
+    return abs(one.loss - other.loss) / size if size else 0.0
+
+
+def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
+    """Return the difference of two losses, of which rounding explains `allowed` of their size."""
+    return GradientDifference(
+        name=LOSS,
+        relative=_relate_losses(one, other),
+        allowed=allowed,
+        reference=abs(one.loss),
+        trained=abs(other.loss),
+        losses=(one.loss, other.loss),
+    )
 
 
 def _double(sketch: Sketch) -> Sketch:
@@ -315,9 +390,10 @@ def _find_together(
     """Return the result of `find` from the first rank where it isn't None; None if there is none.
 
     Every rank has to call this function. If `find` raises RequestError on any rank, it is raised on
-    every rank. After any other error, a rank has no result: either memory ran out, or the program
-    itself has an error, which its first step will raise again. With `keeps_launcher`, an error of
-    the program also raises RequestError on every rank, so that it isn't trained by shares.
+    every rank. After any other error, a rank warns with the error and has no result: either memory
+    ran out, or the program itself has an error, which its first step will raise again. With
+    `keeps_launcher`, an error of the program also raises RequestError on every rank, so that it
+    isn't trained by shares.
 
     With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
     ranks wait for that rank's part of the model, and exit when it exits.
@@ -331,8 +407,11 @@ def _find_together(
         if in_shards and is_out_of_memory(error):
             raise DeviceError(NO_MEMORY, MORE_MEMORY) from error
         own = _Finding()
+        why = "memory ran out" if is_out_of_memory(error) else describe_error(error)
         if keeps_launcher and not is_out_of_memory(error):
-            own = _Finding(message=describe_error(error))
+            own = _Finding(message=why)
+        else:
+            warnings.warn(NOT_AUDITED.format(why), stacklevel=2)
     every = [own]
     if dist.is_available() and dist.is_initialized():
         every = gather_messages(own, _Finding)

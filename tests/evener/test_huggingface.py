@@ -122,7 +122,8 @@ def test_memory_that_runs_out_while_others_wait_for_a_shard_ends_the_rank() -> N
     def find() -> None:
         raise torch.OutOfMemoryError
 
-    assert _find_together(find, keeps_launcher=False, in_shards=False) is None
+    with pytest.warns(UserWarning, match="wasn't checked, as memory ran out"):
+        assert _find_together(find, keeps_launcher=False, in_shards=False) is None
     with pytest.raises(DeviceError):
         _find_together(find, keeps_launcher=False, in_shards=True)
 
@@ -205,6 +206,13 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert found["the user's"] == (1, 8)
     assert found["by ratios"] == [(8,), (6,)]
     assert found["the trainer's"] == (1, 3)
+
+
+def test_a_loss_that_compares_rows_is_refused_in_shards_too(trainer_ranks: Run) -> None:
+    """No rank has a gradient there, and linear layers are gathered in autocast's dtype."""
+    for rank in trainer_ranks("tests.support.huggingface_refusals.refuse_contrast", world=2):
+        for said in (rank["float32"], rank["bf16"]):
+            assert "isn't the mean of its parts' losses" in said
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings, filterwarnings
 
 import msgspec
 import torch
@@ -498,7 +499,8 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
         trainer = kind(args=make_arguments(program, path), **make_parts(program))
         if program.rebalance:
             rotate_shares(trainer._planned.rebalancing)
-        with patch.object(adapter, "fetch_rows", wraps=fetch_rows) as fetch:
+        with patch.object(adapter, "fetch_rows", wraps=fetch_rows) as fetch, catch_warnings():
+            filterwarnings("error", "A loss wasn't checked")
             output = trainer.train()
         return {
             **describe(trainer, output),

@@ -22,7 +22,13 @@ from evener.huggingface.loss import ITEMS, TrainerLoss
 from evener.huggingface.passes import weigh_passes
 from evener.huggingface.rows import check_setup, find_lengths
 from evener.huggingface.shards import check_shards
-from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
+from tests.support.huggingface_programs import (
+    Program,
+    make_arguments,
+    make_parts,
+    make_plan,
+    plan_by_memory,
+)
 
 SMALL = Program(rows=12)
 
@@ -108,6 +114,28 @@ class Baseline(Trainer):
         return loss * (
             1 + self.accelerator.gather_for_metrics(loss.detach() - 1e3).mean().clamp(min=0)
         )
+
+
+class Contrast(Trainer):
+    """A trainer whose loss compares the rows of a pass with each other."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        outputs = model(**inputs)
+        rows = outputs.logits.float().mean(1)
+        pairs = torch.nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+        return outputs.loss + pairs
+
+
+def refuse_contrast(folder: Path, rank: int) -> None:
+    """Save the errors for a fully trained model in shards, in float32 and in half precision."""
+    found = {}
+    for half in (False, True):
+        program = Program("float32", 24, {"optim": "sgd", "bf16": half})
+        kind = with_plan(Contrast, plan_by_memory(make_plan((6, 2))))
+        arguments = make_arguments(program, str(folder / f"{half}"))
+        trainer = kind(args=arguments, **make_parts(program))
+        found["bf16" if half else "float32"] = sentence(trainer.train)
+    torch.save(found, folder / f"{rank}.pt")
 
 
 def in_parallel() -> Any:

@@ -62,7 +62,8 @@ class GradientSketcher:
     except for their attributes in `apart`, such as data loaders. `function` is a function of the
     program that the losses call. `around` are contexts that suppress the side effects of a training
     step, such as the all-reduce of gradients. `losses_only` is True if gradients can't be computed,
-    for example because they are sharded; sketches then contain only the loss. `measures` is True if
+    for example because they are sharded; sketches then contain only the loss. `keeps_autocast` is
+    True if the model can only be computed under the program's autocast. `measures` is True if
     audits always measure how much rounding changes the gradient. `known` holds what earlier audits
     learned about these passes, and is updated; if it is None, nothing is known.
 
@@ -80,6 +81,7 @@ class GradientSketcher:
         function: Callable[..., Any] | None = None,
         around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         losses_only: bool = False,
+        keeps_autocast: bool = False,
         measures: bool = False,
         known: KnownPasses | None = None,
     ) -> None:
@@ -92,6 +94,7 @@ class GradientSketcher:
         self._function = function
         self._around = around
         self.losses_only = losses_only
+        self._keeps_autocast = keeps_autocast
         self.measures = measures
         self._known = KnownPasses() if known is None else known
         self.changed: set[str] = set()
@@ -116,7 +119,7 @@ class GradientSketcher:
                 stack.enter_context(each())
             stack.callback(free_gathered, self._models)
             stack.callback(RandomState().restore)
-            stack.enter_context(full_precision())
+            stack.enter_context(full_precision(self._keeps_autocast))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for model in self._models:

@@ -10,13 +10,15 @@ import torch
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
     """Enter a context in which float32 products are computed in float32, without autocast.
 
-    It overrides the program's own precision settings, which are restored on exit.
+    It overrides the program's own precision settings, which are restored on exit. With
+    `keeps_autocast`, autocast stays as the program sets it.
     """
     with ExitStack() as stack:
-        stack.enter_context(_without_autocast())
+        if not keeps_autocast:
+            stack.enter_context(_without_autocast())
         stack.enter_context(_without_tf32())
         yield
 

@@ -148,6 +148,15 @@ def cut_model(
     return sharded
 
 
+def trains_shards_only(model: Any) -> bool:
+    """True if the model is sharded and no rank holds a trained parameter whole, such as an adapter.
+
+    Gradients are then reduced a unit at a time, and no rank has the gradient of a few rows.
+    """
+    sharded = getattr(model, "exchange", None)
+    return isinstance(sharded, Sharded) and sharded.whole is None
+
+
 def _check(training: PlannedTraining, model: Any) -> None:
     """Raise RequestError if the model or an option of the training run doesn't support shards."""
     check_normalization(model, training.weights.weigh, training.world)
