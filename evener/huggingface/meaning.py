@@ -121,9 +121,9 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering. A
-    loss that depends on gathered values is then refused, because a pass gathers values of fewer
-    rows than the batch has. It is None otherwise.
+    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, else
+    None. With passes, a loss that depends on gathered values is refused, because a pass gathers
+    values of fewer rows than the batch has.
 
     If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass, so that
     all ranks have to compute the same passes. Therefore the first rank's comparisons decide for all

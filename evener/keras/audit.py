@@ -339,9 +339,10 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps, or None if random numbers make them incomparable, with a warning.
+        """Return the steps; None, after a warning, if their random numbers can't be compared.
 
-        They do if a row's random numbers depend on the device or pass that computes the row.
+        That is the case if a row's random numbers depend on the device or pass that computes the
+        row.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -765,7 +766,7 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if a comparison in user code may differ for parts of the rows.
+        """Return a finding if a comparison in user code may go another way for parts of the rows.
 
         Such a comparison is a decision (see `decisions.py`). It counts only if it changes the
         gradient. Return None if there is none.
@@ -1043,7 +1044,7 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _other_labels(y: Any, outputs: Tensors) -> Any:
-    """Return changed labels, so that each row differs from the others.
+    """Return the labels with a different change in each row.
 
     Class numbers and one-hot labels are shifted to another class, by one more in each row; the
     number of classes is the length of the output's last axis. Other values are multiplied by a

@@ -150,9 +150,9 @@ def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
 def _save_backup(backup: Any) -> None:
     """Save the backup of a BackupAndRestore callback, together with the epoch of its weights.
 
-    The epoch stays known even if the process is killed while it saves. For that, the metadata are
-    written before the weights, and also contain the optimizer's step and the epoch of the previous
-    save (see `_match_epoch`).
+    The epoch stays known even if the process is killed while it saves. To ensure this, the metadata
+    are written before the weights, and also contain the optimizer's step and the epoch of the
+    previous save (see `_match_epoch`).
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -317,9 +317,9 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return where the rows number `start` to `stop` of an epoch are in the arrays, as indices.
+        """Return the indices in the arrays of an epoch's rows from `start` to `stop`.
 
-        `epoch` is the random number of the epoch, from which its order follows.
+        `epoch` is the random number of the epoch, which determines the order of its rows.
         """
         places = tf.range(start, stop)
         if self._shuffle:

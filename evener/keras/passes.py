@@ -37,7 +37,7 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 class StateUpdate(NamedTuple):
     """A state's value after one device's calls, and how to combine it with other devices' values.
 
-    - CHAINED: each device continues from the previous one, so the last value is used.
+    - CHAINED: the last device's value is used.
     - ADDED: the value is an increment of the state.
     - AVERAGED: changes are averaged by rows, for example the loss of one of several outputs.
     - ROWS, SUM and SAME: as measured for this model (see `part_kinds.py`).
