@@ -12,7 +12,7 @@ import symtable
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, util
 from pathlib import Path
@@ -22,9 +22,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import evener
 from evener.errors import EvenerError, RequestError
 
-from .protocol import BACKENDS, Entry
+from .protocol import BACKENDS, Entry, pick
 
 _DATA_FUNCTIONS = ("sample_batch", "training_data", "lengths")
+# the function that makes the argument `model` of the user's function
+LOADS_MODEL = "load_model"
+MODEL = "model"
 _PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
@@ -159,11 +162,40 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
     return tuple(name for name in names if package_of(name) in LIBRARIES)
 
 
+class UserFunction(NamedTuple):
+    """The user's function in its module, and the arguments to call it with.
+
+    `takes_model` is True if one of the arguments is the model from the module's `load_model`.
+    """
+
+    module: ModuleType
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    takes_model: bool = False
+
+    def call(self) -> UserModule:
+        """Call the function. Exceptions from the user's code propagate."""
+        made = (getattr(self.module, each, None) for each in _DATA_FUNCTIONS)
+        data = (each if callable(each) else None for each in made)
+        return UserModule(self.function(**self.arguments), *data)
+
+
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import the user's module and call its function with `settings` as keyword arguments.
 
     Raises RequestError if the function is missing or doesn't accept the settings. Exceptions
     from the user's code propagate.
+    """
+    return find_function(name, settings).call()
+
+
+def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
+    """Import the user's module, and return its function, which isn't called yet.
+
+    If the function has a parameter `model` without a default and the module a function
+    `load_model`, `load_model` is called with those settings that are its parameters, and makes that
+    argument. Raises RequestError if the function is missing or doesn't accept the settings.
+    Exceptions from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -173,15 +205,36 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
             f"{home} has no function {attribute!r}.", "Name one that builds the model."
         )
     arguments = {key: _literal(value) for key, value in settings.items()}
+    load_model = getattr(module, LOADS_MODEL, None)
+    if not callable(load_model) or not _needs_model(function, arguments):
+        _check_arguments(name, function, arguments)
+        return UserFunction(module, function, arguments)
+    of_model = pick(load_model, arguments)
+    others = {key: value for key, value in arguments.items() if key not in of_model}
+    own = others | pick(function, arguments)
+    _check_arguments(f"{home}:{LOADS_MODEL}", load_model, of_model)
+    _check_arguments(name, function, {**own, MODEL: None})
+    return UserFunction(module, function, {**own, MODEL: load_model(**of_model)}, takes_model=True)
+
+
+def _needs_model(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """True if a function has a parameter `model` without a default, and no argument for it."""
+    parameter = inspect.signature(function).parameters.get(MODEL)
+    if parameter is None or MODEL in arguments:
+        return False
+    return parameter.default is inspect.Parameter.empty
+
+
+def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError if the user's function `name` can't be called with these arguments."""
     parameters = inspect.signature(function)
     try:
         parameters.bind(**arguments)
     except TypeError as error:
+        attribute = name.rpartition(":")[2]
         raise RequestError(
             f"{name}: {error}.", f"It is {attribute}{parameters}; write --set KEY=VALUE."
         ) from None
-    made = (getattr(module, each, None) for each in _DATA_FUNCTIONS)
-    return UserModule(function(**arguments), *(each if callable(each) else None for each in made))
 
 
 def find_line(error: BaseException, name: str = "") -> str:
@@ -277,7 +330,7 @@ def _without_function(name: str, path: Path) -> RequestError:
     Its remedy lists the functions that could return the model.
     """
     functions = [node for node in _functions(path) if _could_build(node)]
-    free = [node for node in functions if not _required(node)]
+    free = _callable_as_they_are(functions)
     known = " or ".join(node.name for node in free or functions)
     could = f"it could be {known}" if known else "it has none yet that could give a model"
     return RequestError(f"{name} doesn't name a function.", f"Write {path}:FUNCTION; {could}.")
@@ -315,8 +368,15 @@ def _list_models(path: Path) -> list[str]:
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
-    callable_ones = [node for node in functions if not _required(node)]
-    return [f"{path.name}:{node.name}" for node in callable_ones if node.name != "main"]
+    ready = _callable_as_they_are(functions)
+    return [f"{path.name}:{node.name}" for node in ready if node.name != "main"]
+
+
+def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
+    """Return the functions that need no argument, or only a model that another of them loads."""
+    found = [*functions]
+    given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
+    return [node for node in found if _required(node) <= given]
 
 
 def _functions(path: Path) -> list[ast.FunctionDef]:
@@ -353,12 +413,13 @@ def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
         left += ast.iter_child_nodes(node)
 
 
-def _required(function: ast.FunctionDef) -> bool:
-    """True if the function has a parameter without a default."""
+def _required(function: ast.FunctionDef) -> set[str]:
+    """Return the names of a function's parameters without a default."""
     given = function.args
-    return (
-        len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
-    )
+    positional = [*given.posonlyargs, *given.args]
+    required = positional[: len(positional) - len(given.defaults)]
+    both = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    return {each.arg for each in required} | {each.arg for each, default in both if default is None}
 
 
 def _check_file(path: Path, attribute: str) -> None:

@@ -48,6 +48,28 @@ def build():
 THREAD = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
 SECONDS = 2.2
 
+LOADS = """
+import threading, time
+import torch
+
+def note(what):
+    with open({folder!r} + "/builds", "a") as log:
+        log.write(what)
+
+def sample_batch(n):
+    return torch.randn(n, 8), torch.randn(n, 4)
+
+def load_model(width=8):
+    note("x")
+    time.sleep({seconds})
+    return torch.nn.Linear(width, 4)
+
+def build(model):
+    note("b")
+    {left}
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss()
+"""
+
 # what a build may leave, and a word of why its process can't be forked
 LEFT = {
     THREAD: "thread",
@@ -118,9 +140,9 @@ def prober(own_folder: Path, shared_servers: None) -> Iterator[Callable[[str], C
     """A prober of a script whose build takes longer than is repeated, and leaves something."""
     made: list[ChildProber] = []
 
-    def make(left: str) -> ChildProber:
+    def make(left: str, source: str = SCRIPT) -> ChildProber:
         script = own_folder / "train.py"
-        script.write_text(SCRIPT.format(folder=str(own_folder), left=left, seconds=SECONDS))
+        script.write_text(source.format(folder=str(own_folder), left=left, seconds=SECONDS))
         made.append(ChildProber(Job(Request(), slices(2), f"{script}:build", "torch")))
         return made[-1]
 
@@ -175,3 +197,17 @@ def test_a_build_that_leaves_a_thread_is_repeated(
     assert "thread" in built.obstacle
     measure(probes, solo(2, 1, 8))
     assert (own_folder / "builds").read_text() == "xx"
+
+
+@two_cores
+def test_a_model_is_loaded_once_whatever_is_made_of_it(
+    prober: Callable[..., ChildProber], own_folder: Path
+) -> None:
+    """As with a Trainer, whose arguments start CUDA: `build` leaves a thread in each child."""
+    probes = prober(THREAD, LOADS)
+    measure(probes, solo(2, 0, 8))
+    (built,) = local_host(probes)._built.values()
+    assert built.alive
+    measure(probes, solo(2, 1, 8))
+    measure(probes, Layout("split", (8, 8)))
+    assert (own_folder / "builds").read_text() == "xbbbb"

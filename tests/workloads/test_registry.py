@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,6 +199,30 @@ def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     assert own.sample_batch(5) == 5
     with pytest.raises(RequestError, match="unexpected keyword argument 'unit'"):
         user_code.load(f"{script}:build", {"unit": 1})
+
+
+def test_a_model_is_loaded_by_a_function_of_its_own(tmp_path: Path) -> None:
+    """Each function gets the settings that it takes; a default isn't replaced by a loaded model."""
+    script = tmp_path / "loads.py"
+    script.write_text(
+        "import torch\n\n\ndef load_model(width=8):\n    return width\n\n\n"
+        "def build(model, rate=0.1):\n    return model, rate\n\n\n"
+        "def own(model='small'):\n    return model\n\n\n"
+        "def other(model, data):\n    return model, data\n"
+    )
+
+    def made(name: str, **settings: str) -> Any:
+        return user_code.load(f"{script}:{name}", settings).result
+
+    assert made("build") == (8, 0.1)
+    assert made("build", width="16", rate="0.5") == (16, 0.5)
+    assert made("own") == "small"
+    with pytest.raises(RequestError, match="unexpected keyword argument 'depth'"):
+        made("build", depth="3")
+    with pytest.raises(RequestError, match="missing a required argument: 'data'"):
+        made("other")
+    assert "loads.py:build" in user_code.find_models(tmp_path)
+    assert "loads.py:other" not in user_code.find_models(tmp_path)
 
 
 def test_the_registry_names_the_placements() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import user_code
 from ..protocol import WorkerSetup
-from .user_model import load_recipe
+from .user_model import make_recipe
 from .workload import Recipe, TorchWorkload
 
 # functions from which a build may learn its rank
@@ -25,7 +26,8 @@ class BuiltRecipe:
     """A recipe that is built before the process knows its device or group.
 
     A recipe is the user's model, optimizer, loss and data. `finish` makes a workload from it once
-    the device and the group are known.
+    the device and the group are known. If the user's function takes a loaded model, only the model
+    is loaded before, and `finish` calls the function.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -33,7 +35,11 @@ class BuiltRecipe:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(0)  # as before each build
-        self._recipe = load_recipe(name, settings)
+        self._name = name
+        self._function = user_code.find_function(name, settings)
+        self._recipe: Recipe | None = None
+        if not self._function.takes_model:
+            self._recipe = make_recipe(name, self._function.call())
         self._random = torch.get_rng_state()
 
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
@@ -46,7 +52,7 @@ class BuiltRecipe:
 
     def _take(self) -> Recipe:
         torch.set_rng_state(self._random)
-        return self._recipe
+        return self._recipe or make_recipe(self._name, self._function.call())
 
 
 @contextmanager

@@ -59,7 +59,14 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
     `settings` are the function's arguments. Raises RequestError if these functions return something
     else or if there are no data.
     """
-    own = user_code.load(name, settings)
+    return make_recipe(name, user_code.load(name, settings))
+
+
+def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
+    """Return the recipe from what the user's function `name` returned.
+
+    Raises RequestError if its module returns something else or if there are no data.
+    """
     recipe = find_recipe(name, own.result)
     if recipe is not None:
         return recipe
