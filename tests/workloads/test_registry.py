@@ -205,10 +205,10 @@ def test_a_model_is_loaded_by_a_function_of_its_own(tmp_path: Path) -> None:
     """Each function gets the settings that it takes; a default isn't replaced by a loaded model."""
     script = tmp_path / "loads.py"
     script.write_text(
-        "import torch\n\n\ndef load_model(width=8):\n    return width\n\n\n"
+        "def load_model(width=8):\n    return width\n\n\n"
         "def build(model, rate=0.1):\n    return model, rate\n\n\n"
         "def own(model='small'):\n    return model\n\n\n"
-        "def other(model, data):\n    return model, data\n"
+        "def other(model, data):\n    import torch\n\n    return model, data\n"
     )
 
     def made(name: str, **settings: str) -> Any:
