@@ -180,7 +180,9 @@ class Start:
     def run(self) -> Start:
         """Train, and return this run."""
         words = self._own
-        if self._way:
+        if self._way and self._program.ratios:
+            words = [*words, *self._program.ratios.split()]
+        elif self._way:
             words = words if self._program.launcher else self._words.split()
             python = ["python"] if words[0] == "-m" else []
             shares = ["--plan", "plan.toml"] if self._way == "plan" else ["--devices", "cpu/2"]
@@ -277,6 +279,9 @@ class Start:
     def by_shares(self) -> bool:
         """True if evener moved rows between the ranks."""
         text = "\n".join(self._lines())
+        if self._program.ratios:
+            rows = map(int, re.findall(r"observed: a process computed (\d+) rows", text))
+            return len(set(rows)) > 1
         moved = self._way == "plan" or re.search(r"changed (once|\d+ times)|rows change", text)
         return "rows a step, by" in text and bool(moved)
 

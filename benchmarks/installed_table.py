@@ -73,6 +73,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     settings: str = ""  # content of x.yaml in the working folder
     links: tuple[tuple[str, str], ...] = ()  # symlinks in the working folder: name and target
     own: str = TWO + " {words}"
+    ratios: str = ""  # what its script takes to train by `with_plan`, without `evener run`
     variables: tuple[
         tuple[str, str], ...
     ] = ()  # environment variables for the program's own launcher
@@ -226,6 +227,20 @@ PROGRAMS = {
     "hf_vit": job("transformers, Trainer, ViT, load_best_model", "hf_trainer.py vit", *TRAINERS),
     "hf_clip": job("transformers, Trainer, CLIP", "hf_trainer.py clip", *TRAINERS),
     "hf_stream": job("transformers, Trainer, a stream", "hf_trainer.py stream", *TRAINERS),
+    **{
+        f"planned_{kind}": job(
+            f"with_plan, {title}",
+            f"planned.py {kind}",
+            *TRAINERS,
+            ratios=" 3 1",
+            by_row=kind == "drawn",
+        )
+        for kind, title in (
+            ("t5", "Seq2SeqTrainer, generation, beside even ratios"),
+            ("bert", "Trainer, resumed in an epoch, beside even ratios"),
+            ("drawn", "a loss with random numbers, beside Trainer"),
+        )
+    },
     "nlp_example": Program(
         title="accelerate, nlp_example.py",
         words="{src}/accelerate/examples/nlp_example.py --cpu",
@@ -307,6 +322,17 @@ PROGRAMS = {
         optimizers=OPTIMIZERS,
     ),
     "fabric": job("Lightning Fabric, image classifier", "fabric_images.py", "lightning"),
+    "kohya": Program(
+        title="kohya sd-scripts, train_network.py",
+        words="{src}/sd-scripts/train_network.py --pretrained_model_name_or_path "
+        "{inputs}/diffusion --train_data_dir {inputs}/kohya --output_dir out --resolution 32 "
+        "--enable_bucket --min_bucket_reso 32 --max_bucket_reso 64 --bucket_reso_steps 8 "
+        "--train_batch_size 4 --max_train_steps 16 --network_module networks.lora "
+        "--network_dim 4 --optimizer_type SGD --learning_rate 0.05 --seed 3 "
+        "--mixed_precision no --save_model_as safetensors --max_data_loader_n_workers 0",
+        packages=("diffusers", "accelerate"),
+        by_row=True,
+    ),
     "ultralytics": Program(
         title="ultralytics, YOLO classifier",
         words="{jobs}/yolo.py {inputs}/imagenet",  # it has a folder val, too

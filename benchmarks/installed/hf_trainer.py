@@ -117,11 +117,8 @@ def train_bert() -> None:
     trainer.evaluate()
 
 
-def train_t5() -> None:
-    """Train a text-to-text model.
-
-    With generation during evaluation, gradient accumulation and early stopping.
-    """
+def make_t5() -> Any:
+    """Return a tiny text-to-text model that can generate."""
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=64,
@@ -137,6 +134,14 @@ def train_t5() -> None:
     model.generation_config = GenerationConfig(
         max_new_tokens=4, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0
     )
+    return model
+
+
+def train_t5() -> None:
+    """Train a text-to-text model.
+
+    With generation during evaluation, gradient accumulation and early stopping.
+    """
     settings = Seq2SeqTrainingArguments(
         **{**SETTINGS, "num_train_epochs": 3},
         **BEST,
@@ -145,7 +150,7 @@ def train_t5() -> None:
         metric_for_best_model="loss",
     )
     trainer = Seq2SeqTrainer(
-        model,
+        make_t5(),
         settings,
         train_dataset=Rows(draw_pairs(128)),
         eval_dataset=Rows(draw_pairs(24)),

@@ -75,8 +75,8 @@ def replace_cifar() -> None:
     """Replace torchvision's CIFAR10 with random images."""
     import torchvision
 
-    def make(_: str, train: bool, transform: Any, **__: Any) -> Any:
-        return torchvision.datasets.FakeData(256 if train else 16, (3, 32, 32), 10, transform)
+    def make(transform: Any, **__: Any) -> Any:
+        return torchvision.datasets.FakeData(256, (3, 32, 32), 10, transform)
 
     torchvision.datasets.CIFAR10 = make
 

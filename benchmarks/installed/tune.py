@@ -29,14 +29,14 @@ SIZES: dict[str, Any] = {
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Random texts of several lengths."""
+    """Texts of several lengths, whose first two tokens are a prompt and so aren't labels."""
 
     def __len__(self) -> int:
         return 96
 
     def __getitem__(self, number: int) -> dict[str, list[int]]:
         tokens = [(7 * number + 3 * place) % 60 + 4 for place in range(6 + number % 7)]
-        return {"tokens": tokens, "labels": tokens}
+        return {"tokens": tokens, "labels": [-100] * 2 + tokens[2:]}
 
 
 class NoTokenizer:

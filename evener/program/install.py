@@ -129,6 +129,7 @@ def _register() -> None:
         register_post_import_hook(partial(_wrap, hooks), module)
     if not alone:
         register_post_import_hook(_watch_steps, "torch")
+        register_post_import_hook(_watch_loader_classes, "torch")
 
 
 def _replace_rendezvous(torch: Any) -> None:
@@ -169,6 +170,23 @@ def _watch_steps(_: Any) -> None:
 
     register_optimizer_step_pre_hook(_import_later("program:PROGRAM.begin_update"))
     register_optimizer_step_post_hook(_import_later("program:PROGRAM.note_update"))
+
+
+def _watch_loader_classes(torch: Any) -> None:
+    """Hook each class of DataLoaders that has its own `__iter__`, when the class is made.
+
+    An example is torchdata's StatefulDataLoader.
+    """
+    from wrapt import wrap_function_wrapper
+
+    parent = torch.utils.data.DataLoader
+
+    def make_class(cls: Any, /, **given: Any) -> None:
+        super(parent, cls).__init_subclass__(**given)
+        if "__iter__" in vars(cls):
+            wrap_function_wrapper(cls, "__iter__", _import_later("loops:begin_own"))
+
+    parent.__init_subclass__ = classmethod(make_class)
 
 
 def print_own_error(

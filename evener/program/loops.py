@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..errors import RequestError
 from ..torch.audit.objects import unfold
 from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows
 from ..torch.audit.state import kept_state
+from ..torch.private import count_yielded, is_loader_iterator
 from ..torch.rows.loader import Epoch
 from ..torch.rows.sampler import RowOrder, UnevenBatchSampler
 from ..torch.rows.structure import each_tensor, tensors_in
@@ -43,6 +45,22 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     return (
         wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
     )
+
+
+def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+    """Start an iteration over a DataLoader whose class has its own `__iter__`.
+
+    It is followed if the program trains in it and PyTorch's iterator, or one derived from it, makes
+    the batches. Otherwise it isn't known how many batches are fetched ahead.
+    """
+    if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains():
+        return wrapped(*arguments, **keywords)
+    loop = Loop(loader, partial(wrapped, *arguments, **keywords))
+    if loop.has_known_iterator:
+        PROGRAM.note_loader(loader)
+        return loop
+    PROGRAM.note_own_iteration(loader)
+    return loop.leave()
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
@@ -78,7 +96,8 @@ class Loop:
         ] = ()  # rows of each rank in the batch, which are the ranks' weights
         self.compared = False  # True once the ranks have compared the order of the rows
         self.is_over = False
-        self._step = getattr(outer, "skip_batches", 0) - 1
+        # an iterator that resumes an epoch has yielded batches before
+        self._step = getattr(outer, "skip_batches", 0) + count_yielded(self._batches) - 1
 
     def __iter__(self) -> Loop:
         return self
@@ -107,6 +126,18 @@ class Loop:
             self.sizes = self.sampler.take(self._step)
         PROGRAM.begin(self)
         return self.batch
+
+    @property
+    def has_known_iterator(self) -> bool:
+        """True if PyTorch's iterator, or one derived from it, makes the batches."""
+        return is_loader_iterator(self._batches)
+
+    def leave(self) -> Any:
+        """Return the iterator that makes the batches, with the program's own sampler."""
+        self.shared_batches.opens = False
+        if self._loader.batch_sampler is self.shared_batches:
+            vars(self._loader)["batch_sampler"] = self.shared_batches.given
+        return self._batches
 
     @property
     def batch_maker(self) -> str:
@@ -157,6 +188,8 @@ class Loop:
         return None
 
 
+_STATE_METHODS = ("state_dict", "load_state_dict", "update_state_dict")
+RESUMED = "it resumes an epoch in its middle, by a saved state of its sampler"
 _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 
 
@@ -206,16 +239,21 @@ class SharedBatches:
         """
         return self.given.__reduce_ex__(1)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> EpochBatches:
+        """Return an iterator over an epoch's batches."""
+        return EpochBatches(self)
+
+    def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
         """Yield an epoch's batches.
 
-        For each batch that is yielded, one batch is drawn from the program's own sampler, too. The
-        sampler is then in the right state if the loop leaves the epoch early.
+        `drawn` has those of the program's sampler, of which one is drawn for each batch that is
+        yielded: a loop may leave an epoch early, and the next epoch's rows may depend on how far
+        the sampler got. If `resumes` is True, `drawn` resumes an epoch, and isn't divided.
         """
         opens, self.opens, self.sampler = self.opens, False, None
-        divided = self._divide() if opens else None
-        drawn = iter(self.given)
+        divided = self._divide() if opens and not resumes else None
         if divided is None:
+            self.fault = RESUMED if resumes else self.fault
             yield from drawn
             return
         sampler, expected = divided
@@ -254,6 +292,43 @@ class SharedBatches:
         order = RowOrder(lambda _: rows, 1 + max(rows), 0)
         self.digest = order.digest(0), len(again)
         return UnevenBatchSampler(len(order), shares, rank, order=order), again
+
+
+class EpochBatches:
+    """An iterator over an epoch's batches of a SharedBatches.
+
+    Its state, which torchdata's loaders save, is that of the program's own sampler.
+    """
+
+    def __init__(self, shared: SharedBatches) -> None:
+        self._shared = shared
+        self._drawn: Any = None
+        self._batches: Iterator[Any] | None = None
+        self._resumes = False
+
+    def __iter__(self) -> EpochBatches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._shared.draw(self._begin(), self._resumes)
+        return next(self._batches)
+
+    def _begin(self) -> Any:
+        if self._drawn is None:
+            self._drawn = iter(self._shared.given)
+        return self._drawn
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method for the state of the program's own iterator, if it has one."""
+        if name not in _STATE_METHODS:
+            raise AttributeError(name)
+        method = getattr(self._begin(), name)
+        return partial(self._load, method) if name == "load_state_dict" else method
+
+    def _load(self, load: Any, state: Any) -> None:
+        self._resumes = True
+        load(state)
 
 
 def _draw_beside(

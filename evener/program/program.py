@@ -75,6 +75,9 @@ class Program:
         self._look = LOOK_AGAIN  # the step of the next check by a guard
         # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
+        # True if the latest loop began before a model was wrapped
+        self._has_begun_early = False
+        self._own_iteration = ""  # the class of a loader whose own iteration isn't followed
         self._others = 0  # number of running trainers that have their own hooks
         self._exchanges = 0  # number of exchanges between ranks
         self.exchanges = Exchanges(self.note_exchange)
@@ -171,21 +174,32 @@ class Program:
         words = ""
         is_in_loop = self._loop is not None and not self._loop.is_over
         if not is_in_loop and self._passes == FEW_PASSES:
-            words = views.NO_LOADER if self._newest_loader is None else views.BEGUN_EARLY
+            words = self._find_loader_obstacle()
         elif is_in_loop and self._passes == MANY_PASSES:
             words = views.NO_OPTIMIZER
         if words:
             self.notebook.suppose_even(words)
             self._end_strictly(words)
 
+    def _find_loader_obstacle(self) -> str:
+        """Return why a step isn't in a followed loop, although its model is wrapped."""
+        if self._own_iteration:
+            return views.OWN_ITERATION.format(self._own_iteration)
+        return views.BEGUN_EARLY if self._has_begun_early else views.NO_LOADER
+
     @property
     def is_uneven(self) -> bool:
         """True once ranks have had different numbers of rows in a step or in the current batch."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
+    def note_own_iteration(self, loader: Any) -> None:
+        """Record that a loader in the training makes its batches by an iteration of its own."""
+        self._own_iteration = type(loader).__name__
+
     def note_loader(self, loader: Any) -> None:
         """Record the DataLoader over which a loop begins, for messages to the user."""
         self._newest_loader = weakref.ref(loader)
+        self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer is about to step, and check what its step depends on."""
@@ -298,7 +312,7 @@ class Program:
         The report isn't final, because a later loop may be able to. Raises RequestError if `evener
         run` was started with `--strict`.
         """
-        words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
+        words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
             self.notebook.suppose_even(words)
             self._end_strictly(words)

@@ -51,6 +51,7 @@ TENSOR_PARALLEL = (
 )
 NO_LOADER = "its rows come from no DataLoader"
 NO_OPTIMIZER = "its optimizer isn't PyTorch's, so its steps can't be followed"
+OWN_ITERATION = "its loader, {}, makes its batches by an iteration of its own"
 BEGUN_EARLY = "its loop over a DataLoader began before its model was wrapped"
 NO_SAMPLER = "its rows aren't shared out by a DistributedSampler"
 SINGLE = (
@@ -151,12 +152,12 @@ def find_fault(model: Any) -> str:
     return ""
 
 
-def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
+def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """Return why the step of an optimizer can't be done by shares.
 
     The step is outside of all loops that evener can divide by shares. `models` are the wrapped
-    models. `has_begun` is True if some loop over a DataLoader has begun. The result is empty if the
-    optimizer trains none of the wrapped models.
+    models, and `of_loader` is the reason if the optimizer trains one of them. The result is empty
+    if it trains none of them.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
@@ -165,4 +166,4 @@ def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
     trained = {id(each) for model in models for each in model.parameters()}
     if not sharded.has_copies(models) and not any(id(each) in trained for each in weights):
         return ""  # the optimizer trains another model
-    return BEGUN_EARLY if has_begun else NO_LOADER
+    return of_loader

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # Called in each step, so these are PyTorch's functions themselves, without a wrapper.
 
@@ -107,6 +108,16 @@ def is_view(tensor: Any) -> bool:
 
 
 # -- DistributedDataParallel
+
+
+def is_loader_iterator(iterator: Any) -> bool:
+    """True if the iterator is PyTorch's own of a DataLoader, or derived from it."""
+    return isinstance(iterator, _BaseDataLoaderIter)
+
+
+def count_yielded(iterator: Any) -> int:
+    """Return how many batches of its epoch a DataLoader's iterator has yielded; 0 if unknown."""
+    return getattr(iterator, "_num_yielded", 0)
 
 
 def is_in_ddp_forward() -> bool:

@@ -49,6 +49,15 @@ def test_many_tensors_are_copied_and_added_in_one_call() -> None:
     assert [each.tolist() for each in into] == [[2, 2], [4, 4, 4]]
 
 
+def test_a_loaders_iterator_is_known_and_counts_its_batches() -> None:
+    iterator = iter(torch.utils.data.DataLoader(range(6), 2))
+    next(iterator)
+    assert private.is_loader_iterator(iterator)
+    assert private.count_yielded(iterator) == 1
+    assert not private.is_loader_iterator(iter([]))
+    assert private.count_yielded(iter([])) == 0
+
+
 @COMPILES
 def test_modules_and_hooks_are_found() -> None:
     model = nn.Linear(2, 2)

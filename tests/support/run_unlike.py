@@ -22,7 +22,9 @@ from tests.support.run_parts import (
     Programs,
     ddp,
     epochs,
+    fit,
     load,
+    mean,
     naming,
     net,
     points,
@@ -372,3 +374,40 @@ def stopped_by_the_first_rank() -> Any:
         if done[0]:
             break
     return model
+
+
+def _fit_with(kind: Any) -> Any:
+    data = points()
+    loader = kind(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
+    return fit(ddp(), mean, loader)
+
+
+@program
+def a_loader_with_its_own_iteration() -> Any:
+    class StatefulLoader(DataLoader[Any]):
+        """Counts its epochs, and has its own iteration, as torchdata's StatefulDataLoader has."""
+
+        begun = 0
+
+        def __iter__(self) -> Any:
+            self.begun += 1
+            return self._get_iterator()
+
+    return _fit_with(StatefulLoader)
+
+
+@program
+def a_loader_without_an_end() -> Any:
+    class EndlessLoader(DataLoader[Any]):
+        """Keeps one iterator for all epochs, as ultralytics' InfiniteDataLoader does."""
+
+        ready: Any = None
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                if self.ready is None:
+                    self.ready = self._get_iterator()
+                yield next(self.ready)
+            self.ready = None
+
+    return _fit_with(EndlessLoader)
