@@ -99,9 +99,10 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
 class NoiseWindow:
     """Averages noise and signal over steps, with exponentially decaying weights.
 
-    Samples are summed in blocks of BLOCK samples. The weight of a block is multiplied by `kept` for
-    each later block; if `kept` is 1, all blocks have the same weight. Weights are divided by their
-    sum, so that the averages aren't biased towards 0 at the beginning.
+    Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
+    blocks are multiplied by `kept`; if `kept` is 1, all blocks have the same weight. The weighted
+    sum is divided by the sum of the weights, so that the average isn't biased towards 0 at the
+    beginning.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
@@ -182,10 +183,11 @@ def _student(freedom: float) -> float:
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return a text with the noise scale and the efficiency of batches of `batch` rows.
+    """Return a sentence with the noise scale, and with what rows of a batch are worth.
 
-    `steps` is the number of steps after which the noise scale was measured. The
-    text doesn't end with a period.
+    That is the fraction of their full worth that samples have in batches of `batch` rows. `steps`
+    is the number of steps in which the noise scale was measured. The sentence has no period at its
+    end.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:

@@ -62,8 +62,8 @@ def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
     """Return the weight of each pass's mean loss in the mean loss over `total` rows.
 
-    `sizes` are the rows of each pass. `total` is by default their sum.
-    If it is 0, all weights are 1.
+    `sizes` are the rows of each pass, and `total` is their sum by default. If `total` is 0, all
+    weights are 1.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -81,12 +81,12 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The end of these rows within the plan's pass (exclusive)."""
+        """The row after the pass's last row, counted from the start of the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """These rows as a fraction of the plan's pass: their weight in the pass's mean loss."""
+        """The fraction of the plan's pass that this pass computes: its weight in its loss."""
         return self.rows / self.planned if self.planned else 1.0
 
 
@@ -119,8 +119,8 @@ class PassLimit:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If they held 1 GiB or more when memory ran out, every tenth step checks whether
-        they now hold less than half of that; if so, the limit is removed.
+        unknown. If they held 1 GiB or more when memory ran out, they may have been the cause: every
+        tenth step checks whether they now hold less than half of that, and then removes the limit.
         """
         self.step += 1
         self._clean_steps += 1
@@ -146,10 +146,10 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a failure of a pass of `rows` rows that is too small to be halved.
+        """Record that a pass of `rows` rows ran out of memory; raise DeviceError after 20 in a row.
 
-        A pass can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
-        after 20 such failures in a row; `held` describes what used the memory, for its message.
+        Only passes that are too small to be halved count, because each half would have fewer than
+        `least` rows. `held` says what used the memory, for the error message.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -216,7 +216,7 @@ class PassQueue:
         return Pass(taken.number, taken.start, rows, planned, ends, not self._left)
 
     def _cut_first(self, most: int, least: Callable[[], int]) -> None:
-        """Cut the first range into pieces of up to `most` rows."""
+        """Cut the first range into pieces of up to `most` rows, but of at least `least()` rows."""
         first = self._left[0]
         rows = first.stop - first.start
         if rows <= most:
@@ -228,10 +228,10 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """Mark the last pass that `take` returned as computed.
+        """Mark the pass that `take` returned last as computed.
 
-        Return False if other rows of the same failed pass must still be recomputed, so that
-        its sums aren't complete yet.
+        Return False if that pass is a piece of a failed pass whose other pieces are still to be
+        computed. The sums over the failed pass are complete only after its last piece.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -241,11 +241,11 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the rows of the last pass that `take` returned back at the front of the queue.
+        """Return the pass that `take` returned last to the front of the queue, because it failed.
 
-        With `is_whole`, the pass starts a new failed range: `complete` returns False until all of
-        its rows are recomputed. `is_whole` must be False while rows of an earlier failure are being
-        recomputed, because the pass then stays part of that failure's range.
+        If `is_whole`, all of its rows must be recomputed before `complete` returns True again. Pass
+        False while pieces of an earlier failed pass are being recomputed: this pass then remains
+        one of those pieces.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

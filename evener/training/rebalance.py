@@ -97,25 +97,28 @@ class Room(NamedTuple):
     in_several: int  # maximum rows of each of several passes; 0 if shares can't be divided
 
     def rows_of_a_pass(self, share: int) -> int:
-        """Return the maximum rows per pass of a share: the whole share if it fits in one pass."""
+        """Return the maximum rows of a pass when a rank computes `share` rows.
+
+        If the share fits in memory at once, it is one pass.
+        """
         return self.in_several if self.in_several and share > self.at_once else share
 
 
 class Rebalancer:
     """Proposes new shares from the measured windows.
 
-    It is deterministic, so each rank can run an instance with the same
-    input and get the same shares.
+    It is deterministic, so each rank can run an instance with the same input and get the same
+    shares.
 
     - `shares` are the rows of each rank, and `names` the devices' names, for the reasons.
     - `curves` predict the seconds of each rank's step from its rows.
     - `most` are the maximum rows per pass that fit in each rank's memory (0: unknown).
     - Without `passes`, each share must fit in one pass.
 
-    If `most` is unknown, a change adds at most half of a share's current rows. It adds no more
-    rows than measured memory is predicted to fit at once (`fits`), unless the rows of each of
-    several passes are predicted too (`passes_fit`). If memory isn't measured, a share stays
-    below 1.25 times its initial rows.
+    If `most` is unknown for a rank, a change adds at most half of its current rows. The new share
+    must also fit in memory in one pass, as predicted from measured memory (`fits`), or in several
+    passes, if a prediction for those is known (`passes_fit`). If memory isn't measured, the share
+    stays below 1.25 times its initial rows.
     """
 
     def __init__(
@@ -248,9 +251,10 @@ class Rebalancer:
         return None
 
     def _recompute_factors(self) -> None:
-        """Recompute the factors of past windows, because the curves have changed.
+        """Recompute the factors of all stored windows, because the curves have changed.
 
-        The newest compute times belong to a window that isn't stored yet.
+        A factor is a rank's compute time divided by the time that its curve predicts. The newest
+        compute times are left out, because they belong to a window that is stored only later.
         """
         past = list(self._own)[:-1]
         windows = [
@@ -273,9 +277,11 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory: planned, else measured, else assumed.
+        """Return how many rows fit in a rank's memory.
 
-        `fits` and `passes_fit` are the rank's values of these parameters of `observe`.
+        The plan's number is used if there is one, otherwise a prediction from measured memory
+        (`fits`, `passes_fit`). Without either, the initial share may grow by a fixed factor.
+        `observe` describes the parameters.
         """
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
@@ -293,7 +299,7 @@ class Rebalancer:
     def _limit_room(self, room: Room, limit: int) -> Room:
         """Return `room`, reduced to `limit` rows per pass if larger passes ran out of memory.
 
-        `limit` is 0 if no pass did.
+        `limit` is 0 if no pass has run out of memory.
         """
         if not limit or limit >= room.at_once:
             return room
@@ -468,10 +474,10 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank's share can't change in the required direction.
+        """True if a rank can neither get nor give rows, whichever is needed.
 
-        If the rank `gives` rows, its share may be too small to shrink. Otherwise no
-        more rows may fit in its memory.
+        If `gives`, the rank should give rows, and is stuck if its share is too small for that.
+        Otherwise the rank should get rows, and is stuck if no more rows fit in its memory.
         """
         if gives:
             return share <= self._quantum
@@ -646,15 +652,15 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor is more than half of the way from `usual` to its value after a shift.
+    """True if a factor has changed by more than half of a shift, starting from `usual`.
 
-    `shift` is the logarithm of the whole change of the factor.
+    `shift` is the logarithm of the ratio between the factor after the shift and `usual`.
     """
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve assumes a time proportional to rows, because it was never measured."""
+    """True if a curve was never measured and just assumes a time proportional to rows."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

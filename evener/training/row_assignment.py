@@ -56,10 +56,10 @@ class AssignmentSearch:
     def least_seconds(self) -> float:
         """Return a lower bound for a step's duration in seconds, over all assignments.
 
-        The bound is the larger of two times. One is the cost of the batch's best cuts divided by
-        the sum of the ranks' speeds, because any assignment also cuts the batch. The other is the
-        time of the longest row on the fastest rank. The bound is exact if ranks differ only in
-        speed and a batch has few different lengths; otherwise it is nearly exact.
+        The bound is the larger of two times. One is the time of the whole batch, cut into passes as
+        cheaply as possible, if all ranks shared it perfectly by their speeds. The other is the time
+        of the longest row on the fastest rank. The bound is exact if ranks differ only in speed and
+        a batch has few different lengths; otherwise it is nearly exact.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -81,8 +81,9 @@ class AssignmentSearch:
     def try_all(self) -> Iterator[PartialAssignment]:
         """Yield promising assignments of the whole batch; better ones tend to come first.
 
-        They differ in the assumed price of a pass and in the fraction of the batch that is assigned
-        in blocks of consecutive rows; the rest is assigned row by row.
+        Two things vary. One is how the batch is cut into passes: few long ones or many short ones.
+        The other is how much of the batch is assigned in blocks of consecutive rows; the rest is
+        assigned row by row.
         """
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
@@ -98,9 +99,10 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield the ends of the runs for each assumed price of a pass.
+        """Yield several ways to cut the sorted batch into runs, each as the ends of its runs.
 
-        If padding isn't saved, the whole batch is one run.
+        A run is a range of consecutive rows that forms one pass. The ways differ in how expensive a
+        pass is assumed to be. If padding isn't saved, the whole batch is one run.
         """
         if not self._saves_padding:
             yield [len(self._lengths)]
@@ -113,10 +115,11 @@ class AssignmentSearch:
     def _cut(self, price: float) -> list[int]:
         """Return the ends of the runs with the least total cost on the fastest device.
 
-        The fixed cost of a pass is multiplied by `price`: the higher it is, the fewer runs. For
-        each start of the last run, the cost of the rows up to a stop is a line over the stops, and
-        the later the start, the flatter the line. Therefore the search for the lowest line only
-        moves forward, and lines that are never the lowest are dropped (the convex hull trick).
+        The fixed cost of a pass is multiplied by `price`: the higher it is, the fewer runs there
+        are. For each start of the last run, the cost of the rows up to a stop is a line over the
+        stops, and the later the start, the flatter the line. Therefore the search for the lowest
+        line only moves forward, and lines that are never the lowest are dropped (the convex hull
+        trick).
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -139,10 +142,10 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the batch may be cut, then the number of rows.
+        """Yield the row indices at which the sorted batch may be cut, then its number of rows.
 
-        To limit their number, the length at a cut is at most 97 % of
-        the length at the previous cut.
+        So that there are few, each place must have a row that is at least 3 % shorter than the row
+        at the place before.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -175,9 +178,11 @@ class AssignmentSearch:
     def _fill_blocks(
         self, rows: int, stops: Sequence[int], limit: float
     ) -> PartialAssignment | None:
-        """Assign to each rank, fastest first, the next rows that it computes in `limit` seconds.
+        """Assign the first `rows` rows in order, filling one rank after another, fastest first.
 
-        `_assign_blocks` describes `rows` and `stops`. Return None if rows are left over.
+        A rank is full when the next row would make it exceed `limit` seconds. `stops` are the ends
+        of the runs, at which a rank begins a new pass. Return None if rows are left over after the
+        last rank.
         """
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
@@ -228,9 +233,10 @@ class AssignmentSearch:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return when a rank would finish a new pass that has only the row with index `row`.
+        """Return when a rank would finish if the row with index `row` began a new pass.
 
-        `finish` is the rank's current finish time. The result is infinite if the row doesn't fit.
+        `finish` is when the rank finishes without that row. The result is infinite if the row
+        doesn't fit in the rank's memory.
         """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
@@ -369,10 +375,9 @@ def make_row_assigner(
 ) -> RowAssigner:
     """Return an assigner that uses the costs of passes in a plan's shares.
 
-    `batches` are the rows of each rank, in passes of up to `micros` rows. If the plan has no
-    costs, a token's time on a rank is assumed to be inversely proportional to the rank's rows in a
-    full batch, whatever the row's length. Ranks then compute no more passes than necessary,
-    because the cost of a pass is unknown.
+    `batches` are the rows of each rank, in passes of up to `micros` rows. If the plan has no costs,
+    each rank is assumed to compute tokens at a speed proportional to its rows in a full batch. The
+    cost of a further pass is then unknown, so a rank computes as few passes as possible.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]

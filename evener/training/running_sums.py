@@ -48,12 +48,12 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add a step, or time that belongs to the next step.
+        """Add the values of a step, or of time that counts towards the next step.
 
-        `step` has the values of the fields of StepSums in their order. Its first value is
-        the number of steps; it is 0 for time that belongs to the next step. `seconds` is
-        the total of the durations in `step`. `own_s` is the duration of the step that was
-        timed, by default `seconds`.
+        `step` has a value for each field of StepSums, in the same order. Its first value, the
+        number of steps, is 0 for time that counts towards the next step. `seconds` is the sum of
+        the durations in `step`. `own_s` is the measured duration of this step alone, by default
+        `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -69,10 +69,10 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of step times since the last call, in seconds; 0 without steps.
+        """Return the 5th percentile of the step times since the last call, in seconds.
 
-        Steps this quick were disturbed neither by other programs nor by a checkpoint, so they show
-        how fast undisturbed steps are.
+        The fastest steps were disturbed neither by other programs nor by a checkpoint, so they show
+        how long an undisturbed step takes. Return 0 if there was no step.
         """
         steps = sorted(self._last_s)
         self._last_s.clear()
@@ -83,10 +83,11 @@ class RunningSums:
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return half of the 95 % interval of each recent mean per step, in the fields of StepSums.
+        """Return the margin of error of each mean over recent steps: half of its 95 % interval.
 
-        It is estimated from the differences between bins of steps. With fewer than FEWEST_BINS
-        bins, it is half of the mean.
+        The margins have the names of the fields of StepSums. They are estimated from the
+        differences between bins of steps. With fewer than FEWEST_BINS bins, half of each mean is
+        returned instead.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]

@@ -22,8 +22,8 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 def main() -> None:
     """Read this process's entry in EVENER_STARTS, then replace this process by the script.
 
-    Before that, set the environment variables, cores and output files of the entry. A rank other
-    than the first waits until the first one releases it, if the entry asks for that.
+    Environment variables, cores and output files are set first, as the entry says. If the entry
+    asks for it, ranks other than rank 0 wait until rank 0 releases them.
     """
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
@@ -49,8 +49,9 @@ def main() -> None:
 def _count_starts(folder: str) -> dict[str, str]:
     """Return TORCHELASTIC_RESTART_COUNT as an environment variable that counts all restarts.
 
-    PyTorch's agent only counts the restarts that a process of its own host has caused. Therefore
-    each start is also recorded in a file in `folder`. Return {} if agents don't restart ranks.
+    On its own, PyTorch's agent counts only the restarts that processes of its own host caused.
+    Therefore each start is also recorded in a file in `folder`. Return {} if the agent doesn't
+    restart ranks.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}

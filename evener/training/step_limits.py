@@ -87,7 +87,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingAnalysis(NamedTuple):
-    """The step time of a training run, its parts by rank, and what limits the steps."""
+    """The mean step time of a training run, its five parts on each rank, and its limits."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -98,10 +98,10 @@ class TrainingAnalysis(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
 ) -> TrainingAnalysis:
-    """Return what limits the steps of these ranks.
+    """Return an analysis of these ranks' steps: what limits them, and which shares are faster.
 
-    `whole` is False if some of the training run's ranks are unknown, so that no shares can be
-    advised. `competitors` names the programs that used the cores which this training run needed.
+    `whole` is False if some of the training run's ranks are missing, so that no shares can be
+    advised. `competitors` names the programs that used cores which this training run needed.
     """
     steps = tuple(
         divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
@@ -121,7 +121,7 @@ def judge_training(
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield all parts of a step that may be limits, except unequal work of the ranks.
+    """Yield every part of a step that may limit it, except the ranks' unequal compute times.
 
     `steps` are the ranks' mean steps, `step_s` is the duration of a step, and `competitors` names
     the programs that used the cores.
@@ -148,11 +148,11 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part in the StepSums field `name` if it takes at least 5 % of a step.
+        """Yield the part in the StepSums field `name` if it takes 5 % of a step or more.
 
-        `spared` is the fraction of the part that a remedy saves. If the part takes less than half
-        as long on another rank, its kind is `alone` (if given), and a remedy saves at most the time
-        that other ranks wait for this rank.
+        `spared` is the fraction of this time that a remedy saves. If some rank needs less than half
+        as long, the time is a problem of one rank: the part is then of the kind `alone`, if given,
+        and a remedy saves at most the time that other ranks wait for that rank.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -205,9 +205,10 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the exchange if it takes at least 10 % of a step on every rank.
+    """Yield the gradient exchange if it takes at least 10 % of a step on every rank.
 
-    An exchange that overlaps with computation doesn't count, because it costs no time.
+    Only the time after the last gradient counts, because an exchange that overlaps with computation
+    costs no time.
     """
     if len(ranks) < 2:
         return
@@ -225,10 +226,10 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts in which the last ranks wait for something on their host.
+    """Yield the parts of a step in which the last ranks wait for something on their host.
 
-    These are threads that wait for cores, a GPU that waits for its host to start kernels, and own
-    code that is idle. `competitors` names the programs that used the cores.
+    There are three: threads wait for cores, a GPU waits for its host to start kernels, or the
+    training's own code on the CPU is idle. `competitors` names the programs that used the cores.
     """
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
@@ -260,10 +261,10 @@ def _find_host(
 
 
 def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
-    """Return the time for which a rank waits for ranks without a core in a step, in seconds.
+    """Return how long a rank waits in a step for ranks that lack a core, in seconds.
 
-    The rank's whole waiting time counts if all ranks are starved, because each of them is then the
-    last one in some steps. Otherwise the result is 0.
+    If all ranks lack cores at times, each of them is the last one in some steps, so all of the
+    rank's waiting counts. Otherwise the result is 0.
     """
     return step.waiting_s if all(each.starved >= LEAST_SHARE for each in ranks) else 0.0
 
@@ -271,10 +272,10 @@ def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the compute time (own work) by which the slowest rank exceeds equal compute times.
+    """Return how much longer the slowest rank computes than if all ranks finished together.
 
-    Return None if that excess, or the longest wait of another rank, is within
-    noise or less than 5 % of a step.
+    Return None if that excess, or the longest wait of another rank, is within noise or less than 5
+    % of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -291,7 +292,7 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the ranks' common compute time if rows were divided in proportion to the speeds."""
+    """Return the compute time that all ranks would have if their shares matched their speeds."""
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -351,6 +352,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 def _is_plausible(seconds: float) -> bool:
     """True if the compute time of a step can be this long.
 
-    Times are checked because other processes report them.
+    It is checked because other processes report it, and their reports may be wrong.
     """
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -42,7 +42,7 @@ class ShareTimes(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How much faster steps with the last shares are than steps with the first shares."""
+    """How much faster steps became from the first to the last shares, with an interval."""
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -89,9 +89,9 @@ class StepRecord:
     ) -> None:
         """Add a step with the shares that it used.
 
-        `own_work_s` is the rank's compute time (own work) and `step_s` the duration of
-        the whole step, in seconds; NaN if unknown. A `disturbed` step counts only if
-        there are too few undisturbed steps.
+        `own_work_s` is the rank's compute time (own work) and `step_s` the duration of the whole
+        step, in seconds; they are NaN if unknown. A `disturbed` step counts only if there are too
+        few other steps.
         """
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
@@ -113,18 +113,20 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """The medians under the first shares that had enough steps; None if no step was added.
+        """The medians under the first shares that had enough undisturbed steps.
 
-        If no shares had enough steps, they are the medians under the current shares.
+        If no shares had enough, they are the medians under the newest shares. None before the first
+        step.
         """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """The medians under the last shares that had enough steps; None if no step was added.
+        """The medians under the last shares that had enough undisturbed steps.
 
-        If no shares had enough steps, they are the medians under the current shares.
+        If no shares had enough, they are the medians under the newest shares. None before the first
+        step.
         """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
@@ -153,10 +155,11 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 
 
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
-    """Return the gain of the last shares over the first ones that the ranks' compute times predict.
+    """Return how much faster the last shares are than the first, at the devices' final speed.
 
-    It is computed at the devices' final speed: compute times are assumed proportional to the rows,
-    and the rest of a step's time unchanged. Return None if a rank's compute time is unknown.
+    The time that steps with the first shares would take now is computed from the newest compute
+    times. They are assumed to be proportional to the rows, and the rest of a step's time to be the
+    same. Return None if a rank's compute time is unknown.
     """
     now, then = [], []
     for rank, metrics in enumerate(last):

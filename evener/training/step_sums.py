@@ -24,7 +24,7 @@ class StepSums(msgspec.Struct, frozen=True):
     """A rank's time over a number of steps, in seconds, by activity.
 
     The fields from `input_s` to `between_s` don't overlap and add up to the total. `idle_input_s`
-    and `idle_own_s` are parts of `input_s` and `own_work_s`.
+    and `idle_own_s` are already contained in `input_s` and `own_work_s`.
     """
 
     steps: Steps = 0
