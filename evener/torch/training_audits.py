@@ -133,6 +133,8 @@ class TrainingAudits:
         self._changed = (
             False  # True if the last loss was computed by other operations than earlier losses
         )
+        # operations of losses whose batch isn't counted yet, as in a library's first step
+        self._first_losses: set[tuple[Any, ...]] = set()
         self._known = KnownPasses()
         self._doubted: list[Sketch] = []  # ranks' sketches whose difference may be rounding
         self._compared = False  # ranks have compared their results of an audit
@@ -215,7 +217,10 @@ class TrainingAudits:
         This method is called when the program calls backward on a loss. `made_of` identifies the
         loss's operations, and `caller` is the frame that calls backward.
         """
-        if self._batch is None or self.judge.over:
+        if self.judge.over:
+            return
+        if self._batch is None:
+            self._first_losses.add(made_of)
             return
         self._left_out.note(loss, made_of)
         changed = self.judge.sees(made_of)
@@ -284,6 +289,8 @@ class TrainingAudits:
         if self._is_single_device:
             return
         due = self.begin(object())
+        while self._first_losses:  # this audit is theirs
+            self.judge.sees(self._first_losses.pop())
         if not self.judge.over:
             models = self._training.weights.models
             changed = self._settings.have_changed(models, function, holders=holders)

@@ -35,7 +35,7 @@ def assert_untouched(audited: dict[str, Any], other: dict[str, Any]) -> None:
     """Check that audits left no trace and printed nothing."""
     assert audited["said"] == ""
     assert audited["warned"] == []
-    for name in audited.keys() - {"weights", "warned"}:
+    for name in audited.keys() - {"weights", "warned", "audited"}:
         assert audited[name] == other[name], name
     for mine, its in zip(audited["weights"], other["weights"], strict=True):
         assert torch.equal(mine, its)
@@ -45,6 +45,7 @@ def test_an_exact_trainer_learns_the_same_with_audits(trainers: Ended) -> None:
     for rank in trainers:
         assert_untouched(rank["exact"], rank["unaudited"])
         assert rank["exact"]["own"] == 18  # once per step
+        assert rank["exact"]["audited"] == [1, 4, 16]
 
 
 def test_ranks_may_round_unlike_each_other(trainers: Ended) -> None:
@@ -57,6 +58,7 @@ def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
     for rank in modules:
         assert_untouched(rank["exact"], rank["exact, unaudited"])
         assert_untouched(rank["exact, manual"], rank["exact, manual, unaudited"])
+        assert rank["exact"]["audited"] == [1, 4, 16]
 
 
 @pytest.mark.parametrize(

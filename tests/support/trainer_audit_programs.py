@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +20,7 @@ from transformers import Trainer, TrainerCallback
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.torch import Split
+from evener.torch.training_audits import TrainingAudits
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 from tests.support.lightning_programs import Program as LightningProgram
 from tests.support.lightning_programs import make_trainer, points
@@ -28,16 +30,24 @@ PLAIN = Program("plain", ROWS, {"learning_rate": 1e-2, "num_train_epochs": 3})
 
 
 def train_and_tell(train: Callable[[], Any], weights: Callable[[], Any]) -> dict[str, Any]:
-    """Return a training's warnings, its error message and its weights."""
-    said = ""
-    with warnings.catch_warnings(record=True) as caught:
+    """Return a training's warnings, its error message, its audited steps and its weights."""
+    said, audited = "", []
+    decide = TrainingAudits._decide
+
+    def note_step(audits: Any, *given: Any, **options: Any) -> None:
+        audited.append(audits.judge.step)
+        decide(audits, *given, **options)
+
+    noting = patch.object(TrainingAudits, "_decide", note_step)
+    with noting, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             train()
         except EvenerError as error:
             said = str(error)
     warned = [str(each.message) for each in caught if each.category is UserWarning]
-    return {"said": said, "warned": warned, "weights": [each.clone() for each in weights()]}
+    kept = [each.clone() for each in weights()]
+    return {"said": said, "warned": warned, "audited": audited, "weights": kept}
 
 
 # ---------------------------------------------------------------------- transformers
