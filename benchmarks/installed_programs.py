@@ -263,11 +263,7 @@ class Start:
 
     def why_even(self) -> str:
         """Return why evener kept or restored even shares; empty if it didn't."""
-        for line in self._lines():
-            for words in ("shares stay even: ", "shares go back to even for good: "):
-                if words in line:
-                    return line.partition(words)[2]
-        return ""
+        return find_reason("\n".join(self._lines()))
 
     def said_early(self) -> bool:
         """True if evener logged that within the first few steps."""
@@ -297,19 +293,36 @@ class Start:
 
         The distance is relative to the change by training; None if the runs can't be compared.
         """
-        mine, its = self.weights(), other.weights()
-        if mine is None or its is None:
-            return None
-        before, begun = ([*chain(*each["before"])] for each in (mine, its))
-        after, ended = ([*chain(*each["after"])] for each in (mine, its))
-        if [each.shape for each in after] != [each.shape for each in ended]:
-            return None
-        if any(not one.equal(other) for one, other in zip(before, begun, strict=True)):
-            return None
-        change, away = measure(before, after), measure(after, ended)
-        if away == 0:
-            return 0.0
-        return away / change if change else None
+        return compare_weights(self.weights(), other.weights())
+
+
+def find_reason(log: str) -> str:
+    """Return why evener kept or restored even shares, from a run's log; empty if it didn't."""
+    for line in log.splitlines():
+        for words in ("shares stay even: ", "shares go back to even for good: "):
+            if words in line:
+                return line.partition(words)[2]
+    return ""
+
+
+def compare_weights(mine: dict[str, Any] | None, its: dict[str, Any] | None) -> float | None:
+    """Return how far two runs' final weights are from each other.
+
+    The arguments are what benchmarks/observed has recorded of each run, or None. The distance is
+    relative to the change by training; None if the runs can't be compared.
+    """
+    if mine is None or its is None:
+        return None
+    before, begun = ([*chain(*each["before"])] for each in (mine, its))
+    after, ended = ([*chain(*each["after"])] for each in (mine, its))
+    if [each.shape for each in after] != [each.shape for each in ended]:
+        return None
+    if any(not one.equal(other) for one, other in zip(before, begun, strict=True)):
+        return None
+    change, away = measure(before, after), measure(after, ended)
+    if away == 0:
+        return 0.0
+    return away / change if change else None
 
 
 def measure(some: list[Any], others: list[Any]) -> float:

@@ -145,7 +145,7 @@ LAUNCHED = {
     ),
     "by_yolo": launched(
         "ultralytics, its trainer starts its processes",
-        "python {jobs}/yolo.py {inputs}/images",
+        "python {jobs}/yolo.py {inputs}/imagenet",
         "ultralytics",
     ),
     "by_llamafactory": launched(

@@ -6,10 +6,11 @@ and makes random numbers depend on rows only.
 OBSERVED is the folder for the weights that the first rank's optimizers train, before the first step
 of each optimizer and after its last. With MOVED, evener's shares change from even to 3:1, 1:3 and
 so on, every five steps. With OLD_TORCH, comparisons give contiguous tensors, as older scripts
-expect. With BY_ROW, random numbers that a program draws in the training process are the same for
-all rows, and those drawn by its data set follow from a row's index, so a row has the same ones on
-every rank. Otherwise a program with dropout or augmentation would draw other numbers with other
-shares, as with another seed.
+expect. With TINY_PICTURES, torchvision's data sets are a few random pictures. With BY_ROW, random
+numbers that a program draws in the training process are the same for all rows, and those drawn by
+its data set follow from a row's index, so a row has the same ones on every rank. Otherwise a
+program with dropout or augmentation would draw other numbers with other shares, as with another
+seed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import random
 import sys
 import weakref
 import zlib
@@ -81,6 +83,7 @@ def _watch_torch(torch: Any) -> None:
     )
 
     torch.manual_seed(1)  # for programs that set no seed
+    random.seed(1)
     register_optimizer_step_pre_hook(_begin_step)
     register_optimizer_step_post_hook(_end_step)
     wrap_function_wrapper(torch.nn.parallel, "DistributedDataParallel.__init__", _drop_ids)
@@ -228,8 +231,6 @@ def _asks_for_script() -> bool:
 
 def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:
     """Fetch rows one by one, each with its index as the random seed."""
-    import random
-
     import numpy
     import torch
 
@@ -248,6 +249,34 @@ def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:
     torch.set_rng_state(state[2])
     _in_fetch[0] = False
     return fetcher.collate_fn(rows if fetcher.auto_collation else rows[0])
+
+
+def _shrink(datasets: Any) -> None:
+    """Replace data sets of torchvision, which would be downloaded, by a few random pictures."""
+    import numpy
+    from PIL import Image
+
+    class Pictures:
+        """64 pictures of a class each, made of their number."""
+
+        shape: tuple[int, ...] = (28, 28)
+
+        def __init__(self, *_: Any, transform: Any = None, **__: Any) -> None:
+            self.transform = transform
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, row: int) -> Any:
+            drawn = numpy.random.default_rng(row).integers(0, 256, self.shape).astype("uint8")
+            picture = Image.fromarray(drawn)
+            return (picture if self.transform is None else self.transform(picture)), row % 10
+
+    class Colors(Pictures):
+        shape = 32, 32, 3
+
+    for name, kind in (("MNIST", Pictures), ("CIFAR10", Colors), ("CIFAR100", Colors)):
+        setattr(datasets, name, kind)
 
 
 class _Moved:
@@ -271,5 +300,8 @@ def _move(module: Any) -> None:
 
 
 register_post_import_hook(_watch_torch, "torch")
+register_post_import_hook(lambda numpy: numpy.random.seed(1), "numpy")
+if os.environ.get("TINY_PICTURES"):
+    register_post_import_hook(_shrink, "torchvision.datasets")
 if os.environ.get("MOVED"):
     register_post_import_hook(_move, "evener.torch.rebalancing")

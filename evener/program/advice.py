@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from .exchanges import is_installed
@@ -42,8 +43,8 @@ def advise(optimizer: Any, loader: Any) -> str:
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     frame = _find_frame(weights, loader)
     names = {} if frame is None else _list_names(frame)
-    models = _name_models(names, weights) or ["model"]
-    name = _name_loader(names, loader)
+    models = _name_models(names, weights | _collect_weights(names)) or ["model"]
+    name = _name_loader(names, loader) or "loader"
     on_gpu = _trains_on_gpu(optimizer)
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
@@ -51,21 +52,24 @@ def advise(optimizer: Any, loader: Any) -> str:
         *(f"{each} = torch.nn.parallel.DistributedDataParallel({each})" for each in models),
         *_share_rows(name, loader),
     ]
-    place = "before its loop" if frame is None else _describe_place(frame)
+    place, methods = "before its loop", ""
+    body = None if frame is None else _parse_file(frame)
+    if frame is not None and body is not None:
+        line = _find_place(frame, body, name)
+        if line:
+            place = f"before line {line} of {Path(frame.f_code.co_filename).name}"
+        methods = _describe_methods(frame, body, models, line)
     first = ", the first one at its top" if on_gpu else ""
-    return f"To train on all of them, add {place}{first}:" + "".join(
+    return f"To train on all of them, add {place}{first}{methods}:" + "".join(
         f"\n    {each}" for each in lines
     )
 
 
-def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the script's variable for its loader; "loader" if it has none.
-
-    `names` maps the script's variables to their values. `loader` is None if it is unknown.
-    """
-    if loader is None:
-        return "loader"
-    return next((name for name, each in names.items() if each is loader), "loader")
+def _parse_file(frame: FrameType) -> ast.AST | None:
+    """Return the parsed file whose code runs in a frame; None if it can't be parsed."""
+    with suppress(OSError, SyntaxError, ValueError):
+        return ast.parse(Path(frame.f_code.co_filename).read_text())
+    return None
 
 
 def _trains_on_gpu(optimizer: Any) -> bool:
@@ -73,6 +77,15 @@ def _trains_on_gpu(optimizer: Any) -> bool:
     gpu = torch.accelerator.current_accelerator(check_available=True)
     devices = {each.device.type for group in optimizer.param_groups for each in group["params"]}
     return gpu is not None and gpu.type in devices
+
+
+def advise_fastai() -> str:
+    """Return a message on how a script with a Learner of fastai trains on all devices."""
+    return (
+        "To train on all of them, with even shares, as its loaders aren't PyTorch's, write:"
+        "\n    with learn.distrib_ctx():"
+        "\n        learn.fit(...)  # as it was"
+    )
 
 
 def advise_lightning() -> str:
@@ -124,13 +137,40 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
-        values = list(_list_names(frame).values())
-        has_loader = loader is not None and any(each is loader for each in values)
-        has_model = any(_count_trained(each, weights) > 0 for each in values)
+        names = _list_names(frame)
+        has_loader = bool(_name_loader(names, loader))
+        has_model = any(_count_trained(each, weights) > 0 for each in names.values())
         found = has_loader + has_model
         if found and found >= most:
             best, most = frame, found
     return best
+
+
+def _collect_weights(names: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the parameters of all optimizers among a script's variables.
+
+    A script may have several optimizers, such as one for each model of a GAN.
+    """
+    optimizers = [each for each in names.values() if isinstance(each, torch.optim.Optimizer)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(each) for group in groups for each in group["params"]}
+
+
+def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
+    """Return the script's name for a DataLoader; "" if it has none, or if the loader is None.
+
+    If a library's object holds it in its attribute `loader`, as that of timm does, the name is such
+    as "train_loader.loader".
+    """
+    if loader is None:
+        return ""
+    for name, each in names.items():
+        if each is loader:
+            return name
+    for name, each in names.items():
+        if getattr(each, "__dict__", {}).get("loader") is loader:
+            return f"{name}.loader"
+    return ""
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
@@ -170,15 +210,73 @@ def _file_of(kind: type) -> str:
     return path or str(torch.__file__)
 
 
-def _describe_place(frame: FrameType) -> str:
-    """Return where to insert the lines: before the outermost loop around the current line."""
-    path = Path(frame.f_code.co_filename)
-    with suppress(OSError, SyntaxError, ValueError):
-        body = ast.parse(path.read_text())
-        loop = _find_loop(body, frame.f_lineno, frame.f_code.co_firstlineno)
-        if loop:
-            return f"before line {loop} of {path.name}"
-    return "before its loop"
+def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
+    """Return the line before which to insert the lines: the outermost loop around the current line.
+
+    If the script makes an iterator over the loader before that loop, they belong before that line.
+    `body` is the frame's parsed file, and `loader` the script's name for the loader. The result is
+    0 if the current line is in no loop.
+    """
+    first = frame.f_code.co_firstlineno
+    loop = _find_loop(body, frame.f_lineno, first)
+    return _find_iterator(body, loader, first, loop) or loop
+
+
+def _describe_methods(frame: FrameType, body: ast.AST, models: Iterable[str], inserted: int) -> str:
+    """Return which of the models' own methods and attributes a script uses, and what to write.
+
+    DistributedDataParallel has them in its attribute `module`. `body` is the frame's parsed file.
+    In the frame's own function, only uses after the line `inserted` count. In other functions, a
+    variable of the same name is taken for the same model unless it is assigned there.
+    """
+    found: dict[str, int] = {}
+    scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
+    for scope in scopes:
+        nodes = list(_walk_scope(scope))
+        is_own = getattr(scope, "name", "<module>") == frame.f_code.co_name
+        assigned = {ast.unparse(each) for each in nodes if _is_assigned(each)}
+        names = set(models) if is_own else set(models) - assigned
+        for each in nodes:
+            if not isinstance(each, ast.Attribute) or (is_own and each.lineno < inserted):
+                continue
+            model = ast.unparse(each.value)
+            if model in names and not _is_in_wrapper(each.attr):
+                found.setdefault(f"{model}.module.{each.attr}", each.lineno)
+    words = [f"{name} in line {line}" for name, line in found.items()]
+    return f", and write {', '.join(words)}" if words else ""
+
+
+def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parsed code of a module or a function, without the functions in it."""
+    for each in ast.iter_child_nodes(scope):
+        if not isinstance(each, ast.FunctionDef):
+            yield each
+            yield from _walk_scope(each)
+
+
+def _is_assigned(node: ast.AST) -> bool:
+    """True if parsed code is a name or an attribute that gets a value there."""
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def _is_in_wrapper(name: str) -> bool:
+    """True if a wrapped model has this attribute itself."""
+    return hasattr(DistributedDataParallel, name) or name in ("module", "training")
+
+
+def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
+    """Return the first line between two lines of a file that makes an iterator over a loader.
+
+    `body` is the parsed file, and `loader` the loader's name. The result is 0 if there is no such
+    line.
+    """
+    found = []
+    for each in ast.walk(body):
+        if not isinstance(each, ast.Call) or not first <= each.lineno < last:
+            continue
+        if ast.unparse(each) == f"iter({loader})":
+            found.append(each.lineno)
+    return min(found, default=0)
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:

@@ -65,6 +65,8 @@ _HOOKS = {
     "accelerate.accelerator": (("Accelerator.gather", "loops:gather"),),
     "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),
     "transformers.trainer": (("Trainer.train", "trainers:train"),),
+    "fastai.torch_core": (("maybe_gather", "learners:gather"),),
+    "fastai.learner": (("Learner.fit", "learners:fit"),),
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }

@@ -1,0 +1,32 @@
+"""Let a Learner of fastai that trains on one device run once under `evener run`.
+
+A Learner gathers its figures from all ranks if the variable WORLD_SIZE says that there are several,
+also without a process group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .advice import advise_fastai
+from .program import PROGRAM
+
+
+def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Gather a tensor from all ranks, or return it if this process trains alone.
+
+    This function wraps `fastai.torch_core.maybe_gather`.
+    """
+    if PROGRAM.is_single_rank:
+        return arguments[0] if arguments else keywords["x"]
+    return wrapped(*arguments, **keywords)
+
+
+def fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Train a Learner; if it trains alone, suggest how to train on all devices.
+
+    This function wraps `Learner.fit`.
+    """
+    if PROGRAM.is_single_rank:
+        PROGRAM.report_single_device(advise_fastai())
+    return wrapped(*arguments, **keywords)
