@@ -139,8 +139,8 @@ class EvenerApp(BaseApp):
     def switch_mode(self, mode: str) -> AwaitMount:
         """Switch to the screen `mode`.
 
-        A screen that doesn't exist yet is styled when it is created, so all styles needn't
-        be applied again.
+        A screen that is shown for the first time is styled when it is created. Textual would style
+        it a second time, so that is suppressed here.
         """
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
@@ -150,10 +150,7 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply all styles again, except while a screen is being created.
-
-        A new screen is styled when it is created.
-        """
+        """Apply all styles again, except while a screen is created, because it is styled anyway."""
         if not self._makes_screen:
             super().refresh_css(animate)
 
@@ -178,7 +175,7 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit as on SIGHUP, because the terminal has gone. It is safe to call from any thread."""
+        """Exit as on SIGHUP, because the terminal has disappeared. Any thread may call this."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
@@ -225,8 +222,8 @@ class EvenerApp(BaseApp):
     def closing_lines(self, width: int | None) -> list[str]:
         """Return the lines to print on the terminal after the app is closed.
 
-        They are about the last search, and about a training that was started in the app. `width` is
-        that of the terminal.
+        They are about the last search, and about a training that was started in the app. They are
+        wrapped to `width`, the terminal's width; None doesn't wrap them.
         """
         from .text.closing import closing_lines
 
@@ -311,9 +308,9 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, but rarely, and without the objects made at the start.
+    """Enable garbage collection again, with rare collections.
 
-    Scanning the objects made at the start would take 40 ms each time.
+    The objects that exist now are never scanned, because scanning them would take 40 ms each time.
     """
     gc.collect()
     gc.freeze()
@@ -370,7 +367,10 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """Return a white-on-black theme for any terminal, with bright dim tones and frames."""
+    """Return the theme with the highest contrast: white on black.
+
+    Secondary text and frames are brighter than in the other themes.
+    """
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",

@@ -61,7 +61,7 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting message is older progress of the same probe, so it needn't be shown.
+        """True if the waiting `message` is older progress of the same probe, and so outdated.
 
         No other event is dropped.
         """
@@ -191,8 +191,8 @@ class Sampled(Message):
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
-    If the request has `compare`, the session compares layouts of the families named there.
-    `resumed` are arguments of `open_run` for a run to resume.
+    If the request has `compare`, the session compares layouts of the families that it names, such
+    as splits or single devices. To resume a run, pass the arguments of `open_run` as `resumed`.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -325,8 +325,8 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a search on these devices, or resume a run that has the measurements `kept`.
 
-        Does nothing if a search is running. A read-only app shows a warning instead. `resumed` are
-        the arguments of `open_run` for a run to resume.
+        To resume a run, pass the arguments of `open_run` as `resumed`. If a search is running
+        already, nothing happens. A read-only app shows a warning instead.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -438,9 +438,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Report to the sampler what each device with a running probe computes.
+        """Tell the sampler what each device is training in a running probe, for the monitor.
 
-        That is its samples/s, None until they are known, and its rows per pass.
+        That is its samples/s (None until they are known) and its rows per pass.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:

@@ -63,9 +63,9 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """After the search, replay it; after the replay, start the training.
+        """Continue the demo after the search with a replay, and after the replay with the training.
 
-        Between them, the user has time to read.
+        Before the next part, there is a pause in which the user can read.
         """
         finished = self.balance.finished
         if message.fault or finished is None:

@@ -80,7 +80,7 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return a line of the palette: the key, its description (`words`), and a remark (`more`)."""
+    """Return a line of the palette: a key, the description of what it does, and a dim remark."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )
@@ -144,7 +144,7 @@ class KeyDiscovery(DiscoveryHit):
 
     @property
     def score(self) -> float:
-        """The sort score, above the 0 of Textual's own entries."""
+        """The sort score; it is higher than that of Textual's own entries, which is 0."""
         return 1.0
 
 

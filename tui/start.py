@@ -97,7 +97,7 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored yet and the user may start a search on this terminal.
+    """True if no run is stored yet, and the user could start a search in this app.
 
     It is False for a read-only app and for a replay.
     """
@@ -113,9 +113,9 @@ def _owns_terminal() -> bool:
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo after the user has left the app for it, and return the demo's exit code.
+    """Run the demo, which the user chose in the app, and return its exit code.
 
-    It is a separate process, which stores nothing.
+    The app has been closed. The demo is a separate process, which stores nothing.
     """
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -154,9 +154,9 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Redirect the standard streams to /dev/null, because the terminal is gone.
+    """Redirect the standard streams to /dev/null, because the terminal has disappeared.
 
-    Python flushes the streams when it exits; if that failed, it would exit with 120.
+    Otherwise Python would fail to flush them at exit, and would exit with 120.
     """
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -169,8 +169,8 @@ def _discard_output() -> None:
 def _end_threads(app: EvenerApp) -> None:
     """Stop the app's threads, and Textual's input thread.
 
-    The input thread may be running again, because SIGCONT, which follows a hang-up,
-    starts another one.
+    Textual has already stopped its input thread, but SIGCONT follows a hang-up and starts another
+    one.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()

@@ -1,7 +1,7 @@
 """The commands `evener balance` and `evener compare`, which search for the fastest layout.
 
-`balance` compares splits over all devices, `compare` layouts of other kinds too. Both can resume an
-earlier search. A dry run of `balance` prints what fits in memory.
+`balance` compares splits over all devices. `compare` also compares other layouts, such as single
+devices. Both can resume an earlier search. A dry run of `balance` prints what fits in memory.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _phase_printer() -> Callable[[ProbeProgress], None]:
-    """Return a progress callback that prints the name of each phase once, when the phase begins."""
+    """Return a progress callback that prints the name of each phase when the phase begins."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:

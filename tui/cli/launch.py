@@ -179,10 +179,10 @@ def _print_summary(
 ) -> None:
     """Print the summary of a training, and save it with the training's run.
 
-    Does nothing if no process reported its steps. `before` is the CPU use of all processes when the
-    training began; it shows which other programs competed for cores. `code` is the training's exit
-    code. `notes` are the ranks' notes from `evener run`, by which the first shares are compared
-    with the last.
+    If no process reported its steps, nothing is printed or saved. `before` is the CPU use of all
+    processes when the training began, from which the programs that competed for cores are found.
+    `code` is the training's exit code. `notes` are reports of the ranks of `evener run`; they are
+    used to compare the first shares with the last ones.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:

@@ -78,7 +78,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks of this machine or cluster, and a text that names the devices to use.
+    """Return the checks of this machine or cluster, and a text that names the usable devices.
 
     These are the devices that `evener balance` would use.
     """

@@ -111,11 +111,11 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that returns the context in which metrics are served.
+    """Return a function that starts the metrics server, given a callable for the latest snapshot.
 
-    The function's argument is a callable that returns the latest snapshot. The arguments are the
-    values of `--metrics`, `--metrics-public` and `--once`; without `--metrics`, the context does
-    nothing. Raises RequestError if the options contradict each other or the address is invalid.
+    It returns the context in which the server runs; without `--metrics`, that context does nothing.
+    `address`, `public` and `once` are the values of `--metrics`, `--metrics-public` and `--once`.
+    Raises RequestError if these options contradict each other or the address is invalid.
     """
     if address is None:
         if public:
@@ -152,10 +152,11 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Yield one snapshot that has rates or, if `loops`, a snapshot every `pause` seconds.
+    """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
 
-    If a reading fails in a loop, for example because no file descriptor is free, yield the last
-    snapshot again, marked as stale. Raises DeviceError if there is no earlier snapshot.
+    An earlier reading has been made, so that each snapshot has rates. If a reading fails in a loop,
+    for example because no file descriptor is free, yield the last snapshot again, marked as stale.
+    Raises DeviceError if there is no earlier snapshot.
     """
     from evener.devices.sampler import stale
 

@@ -93,7 +93,7 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the option factory for the group in which `--help` lists the option `name`.
+    """Return the option factory of the `--help` group that lists the option `name`.
 
     `name` is a field of a search request.
     """
@@ -137,9 +137,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Return the sort key of an option in `--help`.
-
-    Options are sorted by group, with the rarely used ones at the end of a group.
-    """
+    """Return the sort key of an option in `--help`: its group, then whether it is rarely used."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

@@ -79,10 +79,9 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run here.
+    """True if the full-screen app can run: in a browser, or on a terminal that isn't a dumb one.
 
-    It can run in a browser, for which Textual's driver is set, and on a terminal that can
-    position the cursor.
+    In a browser, the environment names a driver for Textual.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True
@@ -106,7 +105,7 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII characters in place of characters that the stream's encoding lacks.
+    """Return similar ASCII characters in place of those that the stream's encoding lacks.
 
     This is an error handler for `codecs`, so it also returns the position at which to continue.
     """

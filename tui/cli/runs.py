@@ -184,7 +184,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 def _list_devices(summary: RunSummary) -> str:
     """Return the run's first few devices as text.
 
-    The devices of a training are product names; equal names are counted.
+    For a training, devices are given by their product names, each with its count.
     """
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
@@ -193,7 +193,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """Return the samples/s of the last training by a plan, and the number of trainings."""
+    """Return the samples/s of the last training by a plan, and how many trainings used the plan."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 

@@ -37,9 +37,10 @@ PRESSED_TWICE_SECONDS = 1.0  # a second signal within this time is ignored
 
 
 class _Progress:
-    """A session's state, and messages to the user while the session runs.
+    """The state of a running session, and messages to the user.
 
-    The messages are shown below the live lines, which are redrawn on a terminal.
+    On a terminal, the state is drawn as live lines, which are redrawn often, with the messages
+    below them.
     """
 
     def __init__(self) -> None:
@@ -64,14 +65,13 @@ def run_session(
 ) -> int:
     """Run a session to its end, save its plan to `export`, print the result, return the exit code.
 
-    The result is printed by `show`, whose arguments are the session, the result, the devices'
-    labels and the next steps. If `as_json`, it is printed as a JSON document instead, to which the
-    data that `more` returns is added.
+    `show` prints the result. It is called with the session, the result, the devices' labels and the
+    next steps. If `as_json`, a JSON document is printed instead; `more` returns data to add to it.
 
     The exit code is 0, or 128 plus the number of the signal that interrupted the session. If the
-    journal can't be written, the exit code is that of the error; what was measured until then is
-    saved and shown first. Signals are caught until everything is written, so that no signal leaves
-    an incomplete file.
+    journal can't be written, the exit code is that of this error, but the measurements so far are
+    still saved to the plan and shown. Signals are caught until everything is written, so that no
+    signal leaves an incomplete file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -113,7 +113,7 @@ def _run_to_its_end(
 ) -> tuple[Finished, UnwrittenError | None]:
     """Run the session and return its result, and the error if the journal couldn't be written.
 
-    The error is None if everything was written, and it is raised if there is no result.
+    The error is None if the whole journal was written. If there is no result, the error is raised.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -157,12 +157,11 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     say: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop` and show `words`.
+    """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
-    The context's value is a list that gets the exit code of the caught signal. A second
-    signal shows `at_once` and raises KeyboardInterrupt. It is ignored if it follows within
-    `PRESSED_TWICE_SECONDS`, because a key may have been pressed twice by accident. `say`
-    shows a message.
+    The context's value is a list, to which the exit code for that signal is added. A second signal
+    shows `at_once` and raises KeyboardInterrupt. It is ignored within `PRESSED_TWICE_SECONDS`,
+    because a key may have been pressed twice by accident. `say` shows a message.
     """
     caught: list[int] = []
     first_at = 0.0

@@ -24,7 +24,8 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
     """Return the error to print for an exception of the parser; None for any other exception.
 
-    `command` is the command line's command, such as "evener probe", unless the exception knows it.
+    The error's remedy names the help of a command: the one that the exception belongs to or, if it
+    has none, `command`, such as "evener probe".
     """
     describe = getattr(error, "format_message", None)
     if describe is None:
@@ -101,7 +102,7 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return the name of a parameter as in the help: an option's flag, or an argument's metavar."""
+    """Return a parameter's name as in the help: an option's flag, or an argument's metavar."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")

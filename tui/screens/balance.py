@@ -143,7 +143,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if the search has a result on which this action is possible.
+        """True if the search has a result that allows this action.
 
         The actions are reading the result, writing its plan or report, and training by the plan.
         """

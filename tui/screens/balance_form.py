@@ -308,8 +308,8 @@ class BalanceForm(UsesApp, Vertical):
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
         """List the models that were found and that of the `last` search, and tick one of them.
 
-        Unless the user has already chosen, it is the first of the user's own models or, if there
-        are none, the default built-in model.
+        If the user has ticked a model, it stays ticked. Otherwise it is the first of the user's own
+        models or, if there are none, the default built-in model.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = (
@@ -386,10 +386,10 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the number of lines for the list of models.
+        """Return the height of the list of models in lines.
 
-        It is enough for the user's own models and one built-in model, which says how many more
-        follow. If the user has no models, it is enough for all built-in ones.
+        There is room for the user's own models, and for the first built-in model, whose line says
+        how many more follow. Without own models, there is room for all built-in ones.
         """
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
@@ -477,10 +477,10 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the field that an error message is about.
+        """Return the name of the field that an error message `text` is about.
 
-        `named` is the field that the message names, or "". Without a name, it is the model whose
-        file the message mentions, or else the list of devices.
+        It is the field whose option the message names (`named`), if any. Otherwise it is the field
+        of the model if the message mentions the model's file, or else the list of devices.
         """
         if named == "own" and self.model.name:
             return "pick-workload"

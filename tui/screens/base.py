@@ -80,8 +80,8 @@ class PanelScreen(UsesApp, Screen[None]):
     ) -> None:
         """Open a page of text with this title over the screen.
 
-        `draw(width)` returns its lines; `wide` makes the page wider than other dialogs. The modules
-        of dialogs are imported when the first one opens.
+        `draw(width)` returns the page's lines. `wide` makes the page wider than other dialogs. The
+        modules of dialogs are imported when the first dialog opens.
         """
         from .dialogs import DetailsDialog
 
@@ -132,10 +132,10 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel in lines, frame included; 0 hides the panel.
+        """Set the height of each panel in lines, including its frame; 0 hides the panel.
 
-        `rows` has the heights by CSS selector. Nothing is set again while these heights and the
-        terminal's size stay the same, because that would lay out the screen again.
+        `rows` has the heights by CSS selector. If neither they nor the terminal's size have
+        changed, nothing is set, because that would lay out the screen again.
         """
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -278,8 +278,8 @@ class KeysBar(Lines):
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
         """Return as many hints as fit, none of them truncated.
 
-        The last `ALWAYS` hints (command palette, help, quit) always stay. Hints just before them
-        are dropped first.
+        The last `ALWAYS` hints (command palette, help, quit) are never dropped. Of the others, the
+        last ones are dropped first.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:

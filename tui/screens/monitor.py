@@ -142,7 +142,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:
-        """Show a longer (1) or shorter (-1) time in the graphs."""
+        """Show a longer (`direction` 1) or shorter (-1) period in the graphs."""
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
@@ -150,7 +150,10 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the graphs' cursor; if it is hidden already, remove the filter and all marks."""
+        """Hide the cursor of the graphs; if it isn't visible, remove the filter and all marks.
+
+        While the filter's field has the focus, the filter is removed in either case.
+        """
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
             graphs.hide_cursor()

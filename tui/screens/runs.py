@@ -151,9 +151,9 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, to the right of the first marked run's plan.
+        """Draw the plan of the run under the cursor.
 
-        Without a marked run, or if it is the run under the cursor, only one plan is drawn.
+        If another run is marked, its plan is drawn to the left for comparison.
         """
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run

@@ -101,7 +101,7 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """Return the values to choose from; the current value is added if it isn't one of them."""
+        """Return the usual values to choose from, and the current one if it is another."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 

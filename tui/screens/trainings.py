@@ -125,10 +125,10 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height in lines of the log of the training that was started here.
+        """Return the height of the log panel in lines.
 
-        The height is 0 without such a training. The log takes most of the height until a
-        training reports (`shares_rows`).
+        It is 0 unless a training was started in this app. If other panels show trainings as well
+        (`shares_rows`), the log gets a third of `height`, otherwise almost all of it.
         """
         if self.evener.training is None:
             return 0

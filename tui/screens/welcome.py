@@ -1,4 +1,4 @@
-"""The welcome dialog of the first start, which offers several ways to begin."""
+"""The welcome dialog of the first start, which offers several things to do first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_ROWS = 2  # most lines of a way's description
 
 
 class StartChoice(NamedTuple):
-    """A way to begin: the key that chooses it, its title, and a description."""
+    """An option of the welcome dialog: the key that chooses it, its title, and a description."""
 
     key: str
     title: str
@@ -30,9 +30,9 @@ class StartChoice(NamedTuple):
 
 
 class StartChoices(Lines):
-    """The list of ways to begin, with a cursor.
+    """The list of options of the welcome dialog, with a cursor.
 
-    A way is chosen by Enter, by its key, or by a click.
+    An option is chosen by Enter, by its key, or by a click.
     """
 
     can_focus = True
@@ -49,12 +49,12 @@ class StartChoices(Lines):
         self._first_rows: list[int] = []  # index of the first line of each way to begin
 
     def offer(self, choices: tuple[StartChoice, ...]) -> None:
-        """Show these ways to begin in place of the previous ones."""
+        """Show these options in place of the previous ones."""
         self.choices = choices
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw each way to begin with its key, separated by blank lines."""
+        """Draw each option with its key, separated by blank lines."""
         lines: list[Line] = []
         self._first_rows = []
         for place, choice in enumerate(self.choices):
@@ -75,20 +75,20 @@ class StartChoices(Lines):
         self.redraw()
 
     def action_open(self) -> None:
-        """Choose the way to begin under the cursor."""
+        """Choose the option under the cursor."""
         self.screen.dismiss(self.choices[self.cursor].key)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the way to begin that was clicked."""
+        """Choose the option on the clicked line."""
         place = bisect_right(self._first_rows, row) - 1
         if 0 <= place < len(self.choices):
             self.screen.dismiss(self.choices[place].key)
 
 
 class WelcomeDialog(Dialog[str]):
-    """Asks the user where to begin.
+    """Asks a new user what to do first.
 
-    The dialog's result is the key of the chosen way to begin; None if it was closed.
+    The dialog's result is the key of the chosen option; None if the dialog was closed.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -100,14 +100,14 @@ class WelcomeDialog(Dialog[str]):
         self._models: tuple[str, ...] = ()  # models found in the current folder
 
     def content(self) -> Iterable[Widget]:
-        """Yield the question, and the list of ways to begin."""
+        """Yield the question, and the list of options."""
         yield Lines(id="question")
         yield StartChoices()
 
     def on_mount(self) -> None:
-        """Show the ways to begin, and update them at each new snapshot.
+        """Show the options, and update them at each new snapshot.
 
-        The text of the first way names a model of the current directory once it has been found.
+        The text of the first option names a model of the current directory once one has been found.
         """
         text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
@@ -141,7 +141,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Return what runs on the devices, for the way to begin that shows the trainings.
+    """Return what runs on the devices, for the option that shows the trainings.
 
     If no training reports its steps, the text says how to start one that does.
     """

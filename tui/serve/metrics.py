@@ -395,7 +395,10 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield each rank's noise scale, if it is known, and the finite ends of its interval."""
+    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval.
+
+    A rank without a noise scale has no samples, and an infinite value is left out.
+    """
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))
@@ -459,8 +462,8 @@ def _short_name(device: Device) -> str:
 def _training_labels(training: Training, hostname: str) -> Labels:
     """Return the labels of a training's metrics: id, workload, rank and host.
 
-    The process ID replaces a missing id. An unknown rank is "". `hostname` is the host of a
-    training without hosts of its own.
+    A training without an id is labelled with its process ID. An unknown rank is "". `hostname` is
+    used if no device of the training names its host.
     """
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)

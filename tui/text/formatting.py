@@ -47,10 +47,10 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return table cells for samples per joule, watts of active devices, and watts of idle devices.
+    """Return the table cells of a layout's energy: samples per joule, active and idle watts.
 
-    The samples per joule are those of all devices together, idle ones included. If no power is
-    known, each cell is "-".
+    Active and idle watts are those of the devices that are in use or idle. The samples per joule
+    count the energy of both. If no power is known, each cell is "-".
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -73,9 +73,8 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the title, the rows and the note as lines, followed by an empty line.
 
-        A table with nothing but headings becomes one line, "title: note", and no line if the
-        title or the note is empty. The note is wrapped to `width`, the terminal's width; None
-        doesn't wrap it.
+        If there are only headings, return the line "title: note" instead, or no lines if either of
+        them is empty. The note is wrapped to `width`, the terminal's width; None doesn't wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []

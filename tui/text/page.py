@@ -141,9 +141,9 @@ def _remarks(report: ReportData) -> Sequence[str]:
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Return a horizontal bar of adjacent segments, each given as (length, colour, opacity).
+    """Return a horizontal bar whose segments (length, colour, opacity) are drawn side by side.
 
-    `most` is the length that fills the whole width.
+    A bar of length `most` fills the whole width.
     """
     scale = 100 / most if most else 0
     pieces = (
@@ -236,10 +236,11 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of a layout, given its evidence `bar`.
+    """Return the table row of a layout, given its measurements (`bar`).
 
-    `tokens` and `energy` add the columns of tokens and energy. `most` is the throughput that fills
-    the whole width of the row's bar; the faint end of the bar is the 95 % interval.
+    `tokens` and `energy` add the columns of tokens and energy. The row shows the throughput as a
+    bar, whose faint end is the 95 % interval. `most` is the throughput that fills the bar's whole
+    width.
     """
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second

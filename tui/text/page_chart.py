@@ -81,10 +81,10 @@ class _Axes:
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return the chart of all devices' curves as SVG.
 
-    Dotted lines mark batch sizes that ran out of memory. `frontier` has a point (batch size,
-    samples/s, worth) for each batch size that is faster than all smaller ones. It adds two lines:
-    the samples/s of the fastest layout (dashed), and their worth, the samples/s in small batches
-    that would learn as fast (dash-dotted).
+    Dotted lines mark batch sizes that ran out of memory. `frontier` has the batch sizes that are
+    faster than all smaller ones, each as (batch size, samples/s, worth). The worth is the samples/s
+    that would make the model learn as fast in small batches. Two lines show them: the samples/s of
+    the fastest layout (dashed) and the worth (dash-dotted).
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

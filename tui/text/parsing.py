@@ -128,8 +128,8 @@ def parse_max_slowdown(text: str) -> float:
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
     """Parse a noise scale: a number of rows, or the id of the training that measured it.
 
-    Return the noise scale, and the batch size of that training; the batch size is None for a number
-    of rows, and if it is unknown. Raises RequestError if the number of rows is below 1.
+    Return the noise scale, and the batch size with which that training measured it. The batch size
+    is None if it is unknown, or if `text` is a number of rows.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -226,10 +226,11 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return the `--devices` value that selects only some of the devices that `spec` selects.
+    """Return the value of `--devices` that selects only the chosen ones of several devices.
 
-    `devices` are all devices of `spec`, and `chosen` are the indices of the chosen devices in it.
-    Raises RequestError if no device is chosen, and for a part of the devices of a machine file.
+    `devices` are all devices that the value `spec` selects, and `chosen` are the indices of the
+    chosen ones in them. Raises RequestError if no device is chosen, or only some devices of a
+    machine file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

@@ -97,7 +97,8 @@ def _energy_cells(one: RankedLayout, power: Power | None) -> tuple[str, str, str
 def where(one: RankedLayout, labels: Sequence[str]) -> str:
     """Return the devices of a layout with their samples, such as GPU:0[820] GPU:1[568].
 
-    Several trainings on one device are written as 5 x GPU:0[256].
+    Several trainings on one device are written as 5 x GPU:0[256]. If the devices hold different
+    parts of the model, their common batch follows, such as GPU:0 GPU:1 [820].
     """
     layout = one.candidate.layout
     if layout.traits.placed:

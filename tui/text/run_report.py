@@ -123,8 +123,8 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
     """Return the plan and its rivals, the fastest first.
 
-    Rivals on one device are left out because the chart of curves shows them. Larger batches are
-    left out too, as is the plan's own layout under another name.
+    Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
+    larger batches; and the plan's own layout under another name.
     """
     rivals = []
     for rival in plan.evidence:

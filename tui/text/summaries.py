@@ -188,8 +188,8 @@ def outcome_name(seen: Observation) -> str:
 def share_text(layout: Layout, device: int) -> str:
     """Return the share of the device with index `device`, with its passes: 820 = 2 × 410.
 
-    If the probe measures only rows of one length, the text has that length too. A device without
-    rows that still takes part holds only a part of the model's state.
+    If the probe measures only rows of one length, the text ends in that length. For a device
+    without rows, the text says that it only holds a part of the model's state.
     """
     if not layout.shares[device]:
         return STATE_ONLY
@@ -200,7 +200,7 @@ def share_text(layout: Layout, device: int) -> str:
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """Return the active devices with their shares, such as GPU:0[820] GPU:1[568].
 
-    If the text would have more than `most` parts, the remaining parts are only counted.
+    Tuned options follow in parentheses. If this makes more than `most` words, the rest is counted.
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
