@@ -1,20 +1,23 @@
 """Decides whether a process in which the user's code has built a model can be forked.
 
 A fork copies the memory and only the thread that calls it: other threads don't exist in the copy.
-Both processes share the position in an open file, and a device's driver doesn't survive. If a build
-reads anything about its rank, the result would be the same in each copy. So all of these rule out a
-fork.
+Threads that their library ends before each fork and starts again when it needs them, such as those
+of OpenBLAS, don't matter: a fork for trial shows which threads are left after it. Both processes
+share the position in an open file, and a device's driver doesn't survive. If a build reads anything
+about its rank, the result would be the same in each copy. So all of these rule out a fork.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from evener.devices.cpu import available_memory_bytes
 from evener.devices.registry import all_backends
@@ -22,6 +25,10 @@ from evener.workloads.user_code import is_user_file
 
 # variables to which launchers give different values on each rank
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# seconds in which a copy must have computed a little on all threads; it takes milliseconds, but the
+# cores may be busy
+TRIAL_SECONDS = 20.0
+POLL_SECONDS = 0.01
 FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, the lookup
 
 
@@ -39,7 +46,7 @@ class BuildWatch:
     """
 
     def __init__(self) -> None:
-        self._threads = _count_threads()
+        self._threads = _list_threads()
         self._files = _open_files()
         self._asked = ""  # the first thing about the rank that the user's code asked for
 
@@ -87,13 +94,17 @@ class BuildWatch:
                 self._asked = self._asked or what
                 return
 
-    def find_obstacle(self) -> str:
-        """Return why this process can't be forked now, as a clause; "" if it can be."""
+    def find_obstacle(self, trial: Callable[[], object] = lambda: None) -> str:
+        """Return why this process can't be forked now, as a clause; "" if it can be.
+
+        A copy of the process calls `trial`, which should compute a little on all threads: in a
+        copy without its library's threads, the first parallel operation would hang.
+        """
         if has_started_driver():
             return "it starts a device's driver"
         if self._asked:
             return f"it reads {self._asked}, which differs between ranks"
-        if _count_threads() > self._threads or threading.active_count() > 1:
+        if threading.active_count() > 1:
             return "it leaves a thread running"
         if _has_children():
             return "it leaves a process running"
@@ -102,11 +113,52 @@ class BuildWatch:
             return f"it leaves {files[0]} open"
         if available_memory_bytes() < _resident_bytes():
             return "there is too little host memory for a copy"
-        return ""
+        return self._try_fork(trial)
+
+    def _try_fork(self, trial: Callable[[], object]) -> str:
+        """Fork a copy that calls `trial` and exits. Return why the copy is no use; "" if it is."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return f"fork: {error}"
+        if not pid:
+            _run_and_exit(trial)
+        code = _wait_for(pid, time.monotonic() + TRIAL_SECONDS)
+        if _list_threads() - self._threads:
+            return "it leaves a thread running"
+        if code is None:
+            return f"a copy of it hangs for {TRIAL_SECONDS:.0f} s when it computes"
+        return f"a copy of it can't compute (exit code {code})" if code else ""
 
 
-def _count_threads() -> int:
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
+    """Call `trial` and exit, with code 1 if it raised an exception."""
+    code = 1
+    try:
+        trial()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _wait_for(pid: int, deadline: float) -> int | None:
+    """Return the exit code of a child of this process.
+
+    If it still runs at `deadline`, a time of the monotonic clock, kill it and return None.
+    """
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _list_threads() -> set[str]:
+    """Return the ids of this process's threads, including those that Python doesn't know."""
+    return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
 def _open_files() -> dict[int, str]:

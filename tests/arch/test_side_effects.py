@@ -20,6 +20,7 @@ LAUNCHER = "evener/program/install.py"
 ENDS_PROCESSES = {  # and evener's own children, which may exit in any way
     "evener/training/ending.py",
     "balancer/probes/fork_server.py",
+    "balancer/probes/forkable.py",
     "balancer/probes/link_rank.py",
     "balancer/probes/shared_build.py",
     "balancer/probes/worker.py",

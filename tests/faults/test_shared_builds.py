@@ -76,6 +76,11 @@ LEFT = {
     "held = os.open(FOLDER + '/nvidia-uvm', os.O_CREAT)": "driver",  # as CUDA does when it starts
     "held = open(FOLDER + '/rows', 'w')": "rows open",
     "held = open(FOLDER + '/a', 'w'); fcntl.flock(held, fcntl.LOCK_EX)": "a open",
+    # threads of a library, which OpenBLAS ends before a fork and PyTorch's OpenMP doesn't
+    "numpy.ones((600, 600)) @ numpy.ones((600, 600))": "",
+    "torch.set_num_threads(2); torch.ones(800, 800) @ torch.ones(800, 800)": "thread",
+    "hangs = True": "hangs",
+    "fails = True": "exit code 1",
     "held = subprocess.Popen(['sleep', '60'], stdin=subprocess.DEVNULL)": "process",
     "os.environ.get('LOCAL_RANK', '0')": "LOCAL_RANK",
     "os.getenv('CUDA_VISIBLE_DEVICES')": "CUDA_VISIBLE_DEVICES",
@@ -87,9 +92,12 @@ LEFT = {
 }
 LEAVES = """
 import fcntl, os, random, signal, subprocess, sys, threading, time
+import numpy, torch
+from evener.balancer.probes import forkable
 from evener.balancer.probes.forkable import BuildWatch
 
 FOLDER = sys.argv[1]
+torch.set_num_threads(1)
 for line in sys.stdin.read().splitlines():
     pid = os.fork()
     if pid:
@@ -100,7 +108,16 @@ for line in sys.stdin.read().splitlines():
     names = {**globals(), "asked": watch.noting(lambda: None, "its group")}
     with watch.watching():
         exec(compile(line, FOLDER + "/train.py", "exec"), names)
-    print(repr(watch.find_obstacle()), flush=True)
+
+    forkable.TRIAL_SECONDS = 0.5 if "hangs" in names else 60.0
+
+    def compute():
+        if "fails" in names:
+            raise ValueError
+        if "hangs" in names:
+            time.sleep(600)
+
+    print(repr(watch.find_obstacle(compute)), flush=True)
     os.killpg(0, signal.SIGKILL)
 """
 
@@ -109,7 +126,7 @@ def test_what_a_fork_does_not_survive_is_found(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LEAVES, str(tmp_path)],
         input="\n".join(LEFT),
-        env={**os.environ, "PYTHONPATH": python_path()},
+        env={**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
         check=True,

@@ -6,6 +6,7 @@ before the fork, the child's first parallel operation would hang.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from ..protocol import WorkerSetup
 from .user_model import make_recipe
 from .workload import Recipe, TorchWorkload
 
+WIDTH = 512  # rows of a matrix whose product libraries compute on several threads
 # functions from which a build may learn its rank
 ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
@@ -49,6 +51,13 @@ class BuiltRecipe:
         """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
+
+    def compute_in_parallel(self) -> None:
+        """Compute a little on all threads, with PyTorch and, if it is imported, with NumPy."""
+        torch.set_num_threads(self._threads)
+        for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):
+            square = make((WIDTH, WIDTH))
+            square @ square + square
 
     def _take(self) -> Recipe:
         torch.set_rng_state(self._random)
