@@ -294,8 +294,8 @@ def verdict_lines(
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
     """Return how much was measured, and why the search ended.
 
-    With a structured verdict (`found`), the reason is worded so that it sounds no more certain
-    than the verdict.
+    If the verdict (`found`) is given, the reason is worded so that it sounds no more certain than
+    the verdict does.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -312,9 +312,9 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
     """Return a table with a row for each device.
 
-    A row has the device's share in samples and as a ratio, its samples/s within the layout, and its
-    solo samples/s. Below the table, wrapped to `width`, are an explanation of the last column and,
-    if known, tokens/s and samples per joule.
+    A row has the device's share in samples and as a fraction of the batch, its samples/s in the
+    plan, and its solo samples/s. Below the table are sentences that explain the last column and, if
+    they are known, tokens/s and samples per joule. The sentences are wrapped to `width`.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -363,8 +363,8 @@ def write_part(share: Share) -> str:
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
     """Return lines that explain the column "alone", which has the solo throughput of each device.
 
-    They name the devices whose solo throughput is for a batch other than the plan's. `alone` has
-    the solo evidence by device index; without any, return no lines.
+    They name the devices that were measured alone with another batch size than the plan's. `alone`
+    has the solo measurements by device index; without any, return no lines.
     """
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
@@ -386,8 +386,9 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has the samples/s and their worth: the samples/s in small batches that would learn as
-    fast. The table has no rows if the noise scale is unknown.
+    Each row has the samples/s and their worth: larger batches learn less from a sample, so the
+    worth is the samples/s in small batches that would learn as fast. The table has no rows if the
+    noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -398,7 +399,7 @@ def frontier_table(found: Verdict | None) -> Table:
 def _write_energy(throughput: Throughput) -> str:
     """Return the samples per joule of all devices, and their power in watts.
 
-    If some devices are idle, their power is given separately too.
+    If some devices of the plan are idle, the power of active and of idle devices follows.
     """
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
@@ -442,9 +443,9 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return lines on the plan's rivals, such as another split or a faster larger batch.
 
-    The sum of all solo throughputs is a rival too, with the fraction of it that the plan
-    reaches. If `with_gains` is False, the plan's gains are left out, because the verdict's
-    headline has them.
+    One line compares the plan with the sum of all solo throughputs, and has the fraction of that
+    sum that the plan reaches. If `with_gains` is False, the plan's gains are left out, because the
+    verdict's headline has them.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -460,11 +461,10 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return a rival's samples per step as text if they differ from the plan's; else "".
+    """Return text such as " = 1024 samples a step" if a rival's batch isn't the plan's; else "".
 
-    `own` is the plan. The text is, for example, " = 1024 samples a step". Return "" also for a
-    rival on one device, whose share is its whole batch, and for a larger batch, whose name
-    contains its samples.
+    `own` is the plan. The text is also "" for a rival on one device, whose share is its whole
+    batch, and for a larger batch, whose name contains its size.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
@@ -489,10 +489,7 @@ def _write_earlier(rival: RatedLayout) -> str:
 
 
 def _write_rate(interval: Interval) -> str:
-    """Return the samples/s as text, followed by "±" and the error if the interval is wide.
-
-    It is wide if it determines gains only to whole percents (`is_rough`).
-    """
+    """Return the samples/s as text, with the error ("± ...") only if it is large (`is_rough`)."""
     if not is_rough(interval):
         return f"{rate(interval.value)} samples/s"
     error = half_width(interval.value, interval.low, interval.high)
@@ -500,7 +497,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return why the gain of the plan (`own`) over a rival isn't given."""
+    """Return why the line of a rival doesn't give the gain of the plan (`own`) over it."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):

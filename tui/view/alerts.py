@@ -63,7 +63,7 @@ class AlertWatch:
         self._reported: set[tuple[str, str]] = set()
 
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
-        """Return the alerts that the newest snapshot gives rise to, each only once."""
+        """Return the alerts that this snapshot triggers; a lasting problem triggers only one."""
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
         self._since = {key: self._since.get(key, now) for key in found}

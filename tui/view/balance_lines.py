@@ -118,8 +118,8 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """Return the legend of the shares in lines of at most `width` cells.
 
-    With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share
-    are only counted.
+    A search on more than `DETAILED_SHARES` devices has a short legend: no percentages, and devices
+    without a share are only counted.
     """
     devices = range(len(layout.shares))
     detailed = len(devices) <= DETAILED_SHARES
@@ -187,7 +187,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
-    """Return the width in cells of the column with the layouts' names."""
+    """Return the width in cells of the column of layout names, in a panel of this `width`."""
     if width < _WHOLE_CELLS:
         widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
         return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
@@ -258,8 +258,8 @@ def _rival_line(
 def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
     """Return the best layout's gain over layout `each`, such as "plan +20.4 %" or "best +20.4 %".
 
-    The word says whose gain it is: "plan" if `best` is the plan of a finished search, "best" while
-    the search runs. Texts of `versus` without a gain, such as "tie", are returned unchanged.
+    The first word says whose gain it is: "plan" if `best` is the plan of a finished search, "best"
+    while the search runs. If there is no gain, return what `versus` says instead, such as "tie".
     """
     gain = versus(best, each)
     if not gain.startswith(("+", "-")):
@@ -330,10 +330,10 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """Return the recommendation, then the throughput with its layout.
+    """Return the lines with the recommendation, and with the throughput and layout of the result.
 
-    If the recommendation ends with the layout, the throughput comes first, and the layout is left
-    out of the recommendation so that it isn't repeated.
+    A recommendation that ends with the layout comes second and without it, so that the layout isn't
+    repeated.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))

@@ -49,10 +49,10 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return the ASCII sign that resembles a braille sign; `bits` are its dots.
+    """Return an ASCII sign that looks like a braille sign; `bits` are the dots of the braille sign.
 
-    A sign that is filled from the bottom is replaced by a sign of similar height, and any other by
-    a sign at the mean height of its dots.
+    A braille sign that is filled from the bottom becomes a sign of similar height. Any other
+    becomes a sign at the mean height of its dots.
     """
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
@@ -69,7 +69,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` with every other character replaced by ASCII of the same width in cells."""
+    """Return `text` with all other characters replaced by ASCII of the same width in cells."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -77,7 +77,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """Return a letter without its accents, or a question mark for each cell of another sign."""
+    """Return a letter without its accents, or question marks for a sign that isn't a letter."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]
@@ -202,7 +202,7 @@ def fit(
 ) -> str:
     """Return `text` padded or truncated to exactly `width` cells.
 
-    If it is padded, `align` says on which side the text is; a truncated text ends in `ellipsis`.
+    Short text is aligned to the left or right. Truncated text ends in `ellipsis`.
     """
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))
@@ -218,10 +218,10 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge adjacent spans of one tone, and blanks with the span before them.
+    """Merge adjacent spans of the same tone, so that a line has fewer parts to render.
 
-    Return the merged spans as (text, tone, action). A line then has fewer parts to render. Spans
-    with an action aren't merged.
+    Return the merged spans as (text, tone, action). Blanks have no visible tone, so they are merged
+    with the span before them. Spans with an action aren't merged.
     """
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
@@ -242,7 +242,7 @@ def pad(
 ) -> tuple[Span, ...]:
     """Return the spans in exactly `width` cells: truncated on the right, or padded with spaces.
 
-    `align` says on which side the text is if spaces are added.
+    Short text is aligned to the left or right.
     """
     missing = width - span_cells(spans)
     if missing == 0:

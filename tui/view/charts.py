@@ -93,8 +93,8 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return a reading as text, and whether its value is current.
 
-    `draw` formats a value. A stale value is preceded by a mark; if both don't fit in `width` cells,
-    only the mark is returned. A reading without a value is a word or a sign that says why.
+    `draw` formats a value. A stale value is preceded by a mark, or replaced by the mark if both
+    don't fit in `width` cells. If there is no value, the text is a word or a sign that says why.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -129,8 +129,8 @@ def draw_reading(
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     """Return a function that maps a temperature of this device in °C to a tone.
 
-    The tone is "warn" within 10 °C of the temperature at which the device throttles itself, and
-    "bad" within 3 °C. If that temperature is unknown, it is taken to be 90 °C.
+    The tone is "warn" from 10 °C below the device's throttling temperature on, and "bad" from 3 °C
+    below it on. An unknown throttling temperature is taken to be 90 °C.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -226,9 +226,9 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value in steps, of which a cell has eight.
+    """Return the height of a value's column in steps; a cell has eight steps.
 
-    `most` steps stand for the value `highest`. A known value has at least one step so that it is
+    A value of `highest` has `most` steps. A known value has at least one step, so that it is
     visible; an unknown value has none.
     """
     if number is None or highest <= 0 or not math.isfinite(number):
@@ -238,10 +238,10 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of `height` cells from top to bottom, filled to `count` steps.
+    """Return a column of `height` cells from top to bottom, of which `count` steps are filled.
 
-    `levels` are the signs for a partly filled cell, from empty to full, and `shade` fills
-    the cells below.
+    `levels` are the signs of the topmost filled cell, from empty to full; the cells below it have
+    the sign `shade`.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
@@ -254,7 +254,7 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
 def nice_ceiling(number: float) -> float:
     """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, for the upper end of an axis.
 
-    Such an end rarely changes while values grow.
+    With so few possible ends, the axis rarely changes while values grow.
     """
     if number <= 0 or not math.isfinite(number):
         return 1.0

@@ -120,7 +120,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 def _zones(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
     """Return a vertical line at each device's smallest batch size that ran out of memory.
 
-    The chart is hatched from the largest of these batch sizes on.
+    From the largest of these batch sizes on, the chart is hatched.
     """
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

@@ -39,9 +39,10 @@ NEWEST_TICKS = 48  # most ticks in the history of a row
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """A device's row in the table: its newest sample and its history.
+    """A device's row in the table: its newest sample and its recent history.
 
-    `busy` is empty if the device trains, because then the history shows `speeds`.
+    The history is that of its samples/s (`speeds`) if the device trains, otherwise that of its
+    utilisation (`busy`).
     """
 
     sample: DeviceSample
@@ -67,7 +68,7 @@ PanelRow = DeviceRow | HostRow
 def device_rows(
     snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
-    """Return a row for each device, with its recent history and the work of its training.
+    """Return a row for each device, with its recent history and the step times of its training.
 
     `history` returns the recent values of a device's metric. `alarmed` has the keys of the devices
     with a current alert.
@@ -126,10 +127,10 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return as many totals of several devices as fit in `room` cells.
+    """Return totals of several devices, as many as fit in `room` cells.
 
-    The totals are samples/s, mean utilisation, watts and memory. For one device, return
-    an empty tuple.
+    They are samples/s, mean utilisation, watts and memory, in this order. For fewer than two
+    devices, return an empty tuple.
     """
     if len(samples) < 2:
         return ()
@@ -159,7 +160,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of the field `field`, without devices that have none."""
+    """Return the current values of a field of the samples, without samples that have none."""
     return _current([getattr(sample, field) for sample in samples])
 
 

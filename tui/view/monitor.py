@@ -49,9 +49,9 @@ def arrange(
 ) -> dict[str, int]:
     """Return the height in lines of each panel, by its CSS selector; frames are included.
 
-    `width` and `height` are the terminal's; `frame` is the number of lines that a panel's frame
-    takes. Lines go first to all `devices`, then to some `processes`, then to graphs, and then to
-    more processes and taller graphs.
+    `width` and `height` are the terminal's, and `frame` is the number of lines that a panel's frame
+    takes. `devices` and `processes` are the rows that the tables could show. The device table has
+    priority, followed by a few processes, small graphs, more processes, and finally larger graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -97,7 +97,10 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """Return the newest alert with its time, and how many of the `unread` alerts are older."""
+    """Return a line with the newest alert, its time, and the number of other unread alerts.
+
+    `unread` counts the newest alert too.
+    """
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -128,10 +131,10 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """Return the CPU, load and memory of the machine.
+    """Return a line with the CPU use, the load and the memory of the machine.
 
-    On the right is `state` (such as "paused") or, if it is "", as many totals of all
-    devices as fit.
+    At its right end is `state` (such as "paused"). If `state` is "", as many totals of all devices
+    as fit are there instead.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -180,7 +183,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def describe_reading(reading: Reading, draw: Callable[[float], str]) -> str:
-    """Return a reading as text: its value, the last value with its age, or why there is none.
+    """Return a reading as text: its value, a stale value with its age, or why there is no value.
 
     `draw` formats the value.
     """
@@ -281,7 +284,10 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the facts that the device reports, and one sentence that names the others."""
+    """Return the lines (`facts`) that have a value, and one sentence that names the others.
+
+    The others are metrics that the device doesn't support.
+    """
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
     words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()
@@ -351,10 +357,9 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the number by which a column of readings is sorted.
+    """Return the number by which a column of readings is sorted: the value, or -1 without one.
 
-    It is the reading's value. A missing value counts as -1, so that it comes last
-    in descending order.
+    In descending order, rows without a value thus come last.
     """
     return -1.0 if reading.value is None else reading.value
 
@@ -461,9 +466,9 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return the lesson for an empty list of processes: why it is empty, and how to begin.
+    """Return what an empty list of processes says: why it is empty, and how to begin.
 
-    On CPU slices, only trainings that report themselves are visible.
+    If all devices are CPU slices, only trainings that report themselves could be in the list.
     """
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

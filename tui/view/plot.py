@@ -81,7 +81,7 @@ class Axis(NamedTuple):
         return max(0.0, min(1.0, share))
 
     def ticks(self, most: int) -> list[float]:
-        """Return about `most` round numbers on the axis, at which it has labels."""
+        """Return about `most` round numbers to label; on a log2 axis, they are powers of 2."""
         if not self.log2:
             steps = axis_ticks(self.high - self.low, most)
             return [self.low + step for step in steps]
@@ -222,7 +222,8 @@ class Frame(NamedTuple):
     def y_ticks(self) -> list[float]:
         """Return round values of y for the labels of the axis.
 
-        There are fewer values if more would be unevenly spaced after rounding to rows of cells.
+        Labels are in whole lines. If that would make their distances uneven, there are fewer
+        labels.
         """
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
@@ -337,7 +338,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """Yield, for each cell row of the plot from the top, its label and its part of the y axis."""
+    """Yield the label and the axis segment at the left of each line of the plot, from the top."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")

@@ -1,7 +1,7 @@
 """Collects the ranks of a training as rows, and the causes that slow the training down.
 
-The causes are silent ranks, input, work between steps, waiting, and other processes on
-the training's devices.
+There are five kinds of causes: silent ranks, input, work between steps, waiting, and other
+processes on the training's devices.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield the ranks of one process's report, one for each of its devices.
+    """Yield a row for each device in the report of one process.
 
     A process that reports no device gives one row without a device. `samples` has the newest
     samples of the devices that the monitor sees, and `at_seconds` is the time of the snapshot.
@@ -158,7 +158,7 @@ def measure_on_device(
 def silent_seconds(report: Training, at_seconds: float) -> float:
     """Return for how many seconds the next report of a silent process has been overdue.
 
-    Return 0 while the process reports. A process is silent once its report is late by more than
+    Return 0 for a process that isn't silent. A process is silent if its report is late by more than
     `OLD_SECONDS` and by more than `SILENT_STEPS` steps.
     """
     late_s = report.late_seconds(at_seconds)
@@ -182,7 +182,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """Return the training's own name for a device that the monitor doesn't see."""
+    """Return a name for a device that the monitor doesn't see, made from the training's report."""
     name = live.id or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
 
@@ -250,9 +250,9 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if there are several ranks and all are silent in the same, known part of a step.
+    """True if several ranks have stopped in the same part of a step, and none is ahead of another.
 
-    `holding` are the silent ranks that the others wait for.
+    That part must be known. `holding` are the silent ranks that the others wait for.
     """
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -299,9 +299,10 @@ def _silence_kind(row: RankRow) -> str:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress as a sort key: its batch, and its part of the step.
+    """Return a sort key of how far a rank has got: its batch, and its part of the step.
 
-    A batch may be requested before or after the work between steps, so both parts count the same.
+    A batch may be requested before or after the work between steps, so these two parts count the
+    same.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
@@ -341,8 +342,8 @@ def _describe_limit(
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
     """Return a limit as a sentence without the full stop.
 
-    `named` has the row of the rank that the limit concerns, if it is one rank. The other ranks wait
-    up to `waited_s` seconds for that rank.
+    If the limit concerns a single rank, `named` has that rank's row, and other ranks wait up to
+    `waited_s` seconds for it. Otherwise `named` is empty.
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

@@ -115,9 +115,10 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a bar filled to the fraction `part`, lower than a cell so that bars don't touch.
+    """Return a bar filled to the fraction `part`.
 
-    The bar of the plan (`first`) is coloured, other bars are dim.
+    It is lower than a line of text, so that bars don't touch. The bar of the plan (`first`) is
+    coloured, other bars are dim.
     """
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))

@@ -98,10 +98,10 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return the samples/s and every fact that differs, a line each.
+    """Return the samples/s of both runs and every fact that differs, a line each.
 
     A line has the value of run `one`, that of run `other`, and the change. If the runs' workloads
-    or devices differ, a warning precedes them.
+    or devices differ, the lines begin with a warning.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
@@ -133,10 +133,7 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return `text` if it fits in `cells`, else its part after the last slash.
-
-    The name of a file is more informative than its directories.
-    """
+    """Return `text` if it fits in `cells`; else the part after its last slash, a file's name."""
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

@@ -42,7 +42,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
     """Draw the workload without a file's directories, or why the run can't be read.
 
-    A mark before it, which is never cut off, shows that the run used simulated devices.
+    A run on simulated devices has a mark in front, which is never cut off.
     """
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -170,8 +170,8 @@ def _state_text(run: StoredRun) -> str:
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return a run's plan in about `height` lines: shares, rivals, verdict and warnings.
 
-    If `height` allows it, rivals have bars of their own, and the newest measurements are listed at
-    the end. For a run that hasn't ended, return only its name, workload and state.
+    If there is room, rivals have bars, and the newest measurements follow at the end. For a run
+    without a result, return only its name, workload and state.
     """
     name = f" {plain(run.header.run)} "
     title = line(
@@ -208,7 +208,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return the newest measurements of a run as a table of `height` lines.
 
-    These are the lines that the plan leaves free. Return an empty tuple if there are
+    `height` is the number of lines that the plan leaves free. Return an empty tuple if they are
     fewer than `LEAST_MEASUREMENTS`.
     """
     state = _with_measurements(run)

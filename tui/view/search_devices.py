@@ -63,9 +63,10 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _shows_probes(row: SearchDeviceRow) -> bool:
-    """True while the search runs, and after it failed.
+    """True if the columns about running probes are shown.
 
-    It decides whether the columns of running probes are shown, because a finished search has none.
+    They are shown while the search runs, and after it failed. A finished search has no running
+    probes.
     """
     return bool(row.state.fault) or not row.state.ended
 
@@ -89,8 +90,8 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
     """Return the Monitor screen's column with this key, but with these widths.
 
-    `needs` is the table's width in cells below which the column is hidden. It is also hidden in a
-    replay, which has no samples.
+    The column is hidden if the table is narrower than `needs` cells, and in a replay, which has no
+    samples.
     """
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -170,8 +171,8 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
     A predicted batch size is preceded by ~. The numbers are never truncated. If the chosen layout
-    splits the device's share into several passes, the share and the number of passes are drawn too
-    if they fit.
+    cuts the device's share into several passes, the share and the number of passes follow if they
+    fit.
     """
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)

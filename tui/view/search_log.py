@@ -70,11 +70,11 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the doubts about a measurement or, if there are none, what is new in it; else "".
+    """Return the doubts about a measurement or, if there are none, why it is interesting; else "".
 
-    For one device, the news is the gain over the next smaller batch that was measured on the
-    device (`alone`). For several devices, it is that the measurement is faster than `fastest`, the
-    highest samples/s before.
+    For a single device, that is the gain over the next smaller batch that was measured on it
+    (`alone`). For several devices, it is whether the measurement is faster than `fastest`, the
+    highest samples/s so far.
     """
     if not isinstance(seen, Timed):
         return ""

@@ -125,7 +125,11 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Return which layouts are being measured, and the longest phase of their probes."""
+    """Return which layouts are being measured, in which phase, and for how long.
+
+    If several are measured at the same time, the phase is that of the probe that has been in its
+    phase the longest.
+    """
     if not state.running:
         return "the next measurement is being chosen."
     names = [name_layout(each.probe.layout, state.devices) for each in state.running]

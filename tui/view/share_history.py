@@ -1,4 +1,7 @@
-"""The shares of a training over time: a lane for each rank, and the numbers of the changes."""
+"""The shares of a training over time, drawn as a horizontal bar for each rank.
+
+Below the bars are the numbers of the changes of shares.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw a lane of `room` cells for each rank of `rows`.
+    """Draw a horizontal bar of `room` cells for each rank of `rows`: its shares over time.
 
-    `ends` has the cell of each change, in which the previous shares end.
+    `ends` has the cell of each change, at which the previous shares end.
     """
     most = max(max(*each.before, *each.after) for each in changes)
     for rank, row in enumerate(rows):
@@ -62,10 +65,10 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """Return a line of `room` cells in which each change's number begins at the cell of the change.
+    """Return a line of `room` cells with the numbers of the changes, from 1.
 
-    `ends` has these cells, in order of time. Numbers begin at 1; the training's sentences about its
-    changes use the same numbers.
+    Each number begins at the cell of its change; `ends` has these cells, in order of time. The
+    sentences about the training's changes use the same numbers.
     """
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
@@ -90,10 +93,10 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw one rank's share in each cell as a bar whose height is proportional to the share.
+    """Draw one rank's shares over time; the height of the bar in a cell is the share at that time.
 
-    `most` is the largest share of all ranks, at full height. `shares` has one share more than there
-    are changes, whose cells are `ends`; each share begins with its number if there is room.
+    A share of `most`, the largest of all ranks, has full height. Each share begins with its number
+    if there is room. `ends` has the cells of the changes, so `shares` has one item more.
     """
     starts = [0, *ends]
     behind = [*ends, room]

@@ -68,7 +68,7 @@ def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
 
 
 def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return the parts one after the other, padded to `width` cells.
+    """Return the parts of a step side by side, padded to `width` cells.
 
     Parts of 0 cells are left out. The full width stands for `longest_s` seconds.
     """
@@ -101,7 +101,7 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give the part at index `place` one cell; if none is free, take it from the widest part.
+    """Give the part at index `place` one more cell, taken from the widest part if none is free.
 
     `counts` is changed in place.
     """
@@ -141,8 +141,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
     """Return at most `most` steps of each rank, and a text that says which steps they are.
 
-    They are the same steps for all ranks if the reports have enough in common, else each
-    rank's last steps.
+    If the ranks' reports have enough steps in common, the result has these steps for all ranks.
+    Otherwise it has each rank's own last steps.
     """
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
@@ -187,8 +187,8 @@ def _draw_lane(
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
     """Return the seconds of a step's parts in the order of `PARTS`.
 
-    A step reports waiting and exchange as one time (`meeting_s`); `exchange_s` is
-    subtracted from it.
+    A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of it
+    count as exchange, and the rest as waiting.
     """
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s

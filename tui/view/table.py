@@ -49,8 +49,8 @@ TAG: Column[Any] = Column(
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table, and how its rows are drawn.
 
-    `draw` replaces the usual drawing of a row (`table_row`). Its arguments are the row, the widths
-    of the columns by key, the width of the table, and whether the cursor is on the row.
+    If `draw` is given, it draws the rows instead of `table_row`. Its arguments are the row, the
+    widths of the columns by key, the width of the table, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -61,9 +61,9 @@ class Grid(NamedTuple, Generic[RowT]):
         """Return the width in cells of each column that is drawn, by the column's key.
 
         `width` is the table's width, which includes the cursor's sign and a blank between columns.
-        Columns start at their smallest widths. From left to right, each column takes its second
-        width if it fits, then its third, and so on. The remaining cells go to the columns that may
-        grow further (`most`), from right to left.
+        Each column starts with the first of its `widths`. While there are cells left, the columns
+        take their second widths, from left to right, then their third widths, and so on. Remaining
+        cells go to the columns that may be as wide as `most`, from right to left.
         """
         columns = [
             column
@@ -152,8 +152,8 @@ def _heading(
 ) -> Line:
     """Return the line of titles; the column by which rows are sorted has an arrow.
 
-    A click on a title sorts by its column. `more` is written at the right end of the line, over
-    the last titles.
+    A click on a title sorts by its column. `more` is a text at the right end of the line, which
+    covers the last titles if necessary.
     """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):

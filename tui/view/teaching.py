@@ -1,4 +1,4 @@
-"""The contents of an empty list: a message that says so, and ways to begin."""
+"""What an empty list shows: a message that says it is empty, and what the user can do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A way to begin: a key or a command (`does`), and a description (`words`).
+    """Something that the user can do: a key or a command (`does`), and a description (`words`).
 
     `action` is the Textual action that a click runs, or "".
     """
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """The message of an empty list (`nothing`), and ways to fill the list."""
+    """The message of an empty list (`nothing`), and steps with which the user can fill it."""
 
     nothing: str
     steps: tuple[Step, ...] = ()
@@ -77,7 +77,7 @@ def search_lesson(width: int, height: int) -> tuple[Line, ...]:
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
     """Return a lesson as a centred block: the message, then a line for each step.
 
-    If the block doesn't fit, return the lesson as text, with as many whole steps as fit.
+    If the block doesn't fit, return it as wrapped text, with as many steps as fit completely.
     """
     block = _block(lesson.steps)
     widest = max((cells(each.text) for each in block), default=0)
@@ -101,7 +101,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return the lesson as text: the message, then as many whole steps as fit."""
+    """Return the lesson as wrapped text: the message, then as many steps as fit completely."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."
