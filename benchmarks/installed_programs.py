@@ -313,12 +313,13 @@ def compare_weights(mine: dict[str, Any] | None, its: dict[str, Any] | None) -> 
     """
     if mine is None or its is None:
         return None
-    before, begun = ([*chain(*each["before"])] for each in (mine, its))
+    before = [*chain(*mine["before"])]
     after, ended = ([*chain(*each["after"])] for each in (mine, its))
     if [each.shape for each in after] != [each.shape for each in ended]:
         return None
-    if any(not one.equal(other) for one, other in zip(before, begun, strict=True)):
-        return None
+    firsts = zip(mine["before"][0], its["before"][0], strict=True)
+    if any(not one.equal(other) for one, other in firsts):
+        return None  # a later optimizer may begin with weights that were trained before
     change, away = measure(before, after), measure(after, ended)
     if away == 0:
         return 0.0

@@ -324,13 +324,14 @@ PROGRAMS = {
     "fabric": job("Lightning Fabric, image classifier", "fabric_images.py", "lightning"),
     "kohya": Program(
         title="kohya sd-scripts, train_network.py",
-        words="{src}/sd-scripts/train_network.py --pretrained_model_name_or_path "
-        "{inputs}/diffusion --train_data_dir {inputs}/kohya --output_dir out --resolution 32 "
-        "--enable_bucket --min_bucket_reso 32 --max_bucket_reso 64 --bucket_reso_steps 8 "
-        "--train_batch_size 4 --max_train_steps 16 --network_module networks.lora "
-        "--network_dim 4 --optimizer_type SGD --learning_rate 0.05 --seed 3 "
-        "--mixed_precision no --save_model_as safetensors --max_data_loader_n_workers 0",
-        packages=("diffusers", "accelerate"),
+        environment="kohya",
+        words="{jobs}/kohya.py {src}/sd-scripts --pretrained_model_name_or_path "
+        "{inputs}/kohya_model --train_data_dir {inputs}/kohya --output_dir out --resolution 32 "
+        "--tokenizer_cache_dir {inputs}/kohya_tokenizers --train_batch_size 4 --max_train_steps "
+        "16 --network_module networks.lora --network_dim 4 --optimizer_type SGD --learning_rate "
+        "0.05 --seed 3 --mixed_precision no --save_model_as safetensors "
+        "--max_data_loader_n_workers 0",
+        packages=("diffusers", "transformers", "accelerate"),
         by_row=True,
     ),
     "ultralytics": Program(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -110,6 +112,8 @@ def main() -> None:
     write_tokens(folder / "nano", draw)
     write_captions(folder / "captions", draw)
     save_diffusion(folder / "diffusion")
+    save_diffusion(folder / "kohya_model", for_kohya=True)
+    write_kohya(folder, draw)
     save_backbone(folder / "hub" / "checkpoints")
     (folder / "glue").mkdir(exist_ok=True)
     (folder / "glue" / "glue.py").write_text(METRIC)
@@ -244,8 +248,26 @@ def write_captions(folder: Path, draw: random.Random) -> None:
     write_lines(folder / "metadata.jsonl", lines)
 
 
-def save_diffusion(folder: Path) -> None:
-    """Save a tiny pipeline with the parts of Stable Diffusion."""
+def write_kohya(folder: Path, draw: random.Random) -> None:
+    """Write images with captions, and a tokenizer, as kohya's trainers read them."""
+    images = folder / "kohya" / "1_cat"
+    images.mkdir(parents=True, exist_ok=True)
+    for number in range(48):
+        level = draw.randint(0, 255)
+        Image.new("RGB", (32, 32), (level, 128, 255 - level)).save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text(say(draw))
+    tokenizer = folder / "kohya_tokenizers" / "openai_clip-vit-large-patch14"
+    tokenizer.mkdir(parents=True, exist_ok=True)
+    model = folder / "kohya_model"
+    for each in ("vocab.json", "merges.txt", "tokenizer/tokenizer_config.json"):
+        shutil.copy(model / each, tokenizer)
+
+
+def save_diffusion(folder: Path, for_kohya: bool = False) -> None:
+    """Save a tiny pipeline with the parts of Stable Diffusion.
+
+    With `for_kohya`, its U-Net has as many blocks as Stable Diffusion's.
+    """
     from diffusers import (
         AutoencoderKL,
         DDPMScheduler,
@@ -277,15 +299,16 @@ def save_diffusion(folder: Path) -> None:
             pad_token_id=1,
         )
     )
+    small = {
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    sizes: dict[str, Any] = {"block_out_channels": (32,) * 4} if for_kohya else small
     unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        cross_attention_dim=16,
-        attention_head_dim=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        sample_size=8, cross_attention_dim=16, attention_head_dim=4, **sizes
     )
     pictures = AutoencoderKL(
         block_out_channels=(8, 8, 8),

@@ -58,6 +58,10 @@ LOCAL_USE = (
     "a value of each rank's own rows changes its gradients or weights after the backward pass, and "
     "uneven shares would change it"
 )
+LIMITED = (
+    "its loss can't be computed for more rows than a rank has now, as where a tensor was made for "
+    "that many of them ({})"
+)
 UNSEEN = "no backward pass was seen in its first step"
 MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for models
 
@@ -335,7 +339,7 @@ class Guard(Recorder):
         if isinstance(record, str):
             return record
         try:
-            return record.find_change() or self._audit(record)
+            return record.find_change() or self._find_limit(record) or self._audit(record)
         except RequestError as error:
             return error.message
         except Exception as error:
@@ -375,7 +379,8 @@ class Guard(Recorder):
         if fault or few is None or isinstance(record, str):
             return fault
         try:
-            fault = self._compare_losses(record, few)
+            limit = self._find_limit(record)  # by all ranks, as they communicate in the model
+            fault = self._compare_losses(record, few) or limit
         except Exception as error:
             fault = _describe_error(error)
         own = self._collate_few()
@@ -424,6 +429,24 @@ class Guard(Recorder):
             return ""
         self.measured = True
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
+
+    def _find_limit(self, record: LossRecord) -> str:
+        """Return why a rank can't have more rows than in this batch; empty if nothing is known.
+
+        If the loss uses a tensor with as many rows as the batch that isn't in the batch, the loss
+        of one more row is computed, without its gradient.
+        """
+        if not self._finds_sums or self._is_ragged or not record.has_other_rows():
+            return ""
+        more = [
+            torch.cat([each, each[:1]]) if len(each) == self.rows else each for each in self.batch
+        ]
+        try:
+            with torch.no_grad(), kept_state([self._join_models()]):
+                record.compute(more, self.rows + 1)
+        except Exception as error:
+            return LIMITED.format(f"{type(error).__name__}: {error}".partition("\n")[0])
+        return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
         """True if the guard may find a loss to be a sum, and `cause` says that it is; note that.

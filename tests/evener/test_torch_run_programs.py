@@ -52,6 +52,7 @@ EXACT = [
 OTHER = [
     ("sums", "a sum divided by own labels after", "a value of each rank's own rows"),
     ("sums", "a sum divided by len after", "may be a count of each rank's own rows"),
+    ("sums", "a mean beside prepared rows", "for more rows than a rank has now"),
     ("sums", "a center by own rows", "goes into its loss"),
     ("losses", "rows mixed at random", "it isn't a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
