@@ -33,7 +33,7 @@ BACKENDS = {
 class WorkerSetup(msgspec.Struct, frozen=True):
     """The devices on which a child process trains, its group of ranks, and its options.
 
-    Devices have the names that the framework gives them in this process.
+    The devices' names are those that the framework uses in this process.
     """
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
@@ -62,7 +62,10 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The total seconds of two phases of the steps since the last reading; None if unknown."""
+    """The total seconds of two phases of the steps since the last reading: input and update.
+
+    Input is the wait for the rows of a batch, and update is the optimizer's step. None if unknown.
+    """
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
@@ -91,9 +94,9 @@ class Workload(ABC):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches with these shares, and everything else that the first step needs.
 
-        `shares` are the rows per step: of each rank in a group, otherwise of each device of the
-        setup. A device with share 0 is left out. `micro` has the rows per pass for each share; if
-        it is empty, each share is one pass. This method is called again whenever the sizes change.
+        `shares` are the rows per step of each rank in a group, or of each device without a group. A
+        device with share 0 is left out. `micro` has the rows per pass for each share; if it is
+        empty, each share is one pass. This method is called again whenever the sizes change.
         """
 
     def prepare_assigned(
@@ -101,17 +104,19 @@ class Workload(ABC):
     ) -> None:
         """Prepare global batches whose rows are assigned to ranks by their lengths and costs.
 
-        `shares` are the ranks' mean rows, `costs` predict the duration of a pass on each rank,
-        and `tokens` are the maximum padded tokens per pass on each rank. This method and
-        `prepare_length` are called only if the workload's facts have `lengths`, a uniform
-        sample of the rows' lengths.
+        `shares` are the ranks' mean rows, `costs` predict the duration of a pass on each rank, and
+        `tokens` are the maximum padded tokens per pass on each rank.
+
+        This method and `prepare_length` are called only for a workload with rows of unequal length.
+        Its facts have `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """Prepare shares whose rows are padded to `length` tokens in every pass.
 
-        Such steps measure the cost of a pass. `prepare` describes the other parameters.
+        Such steps measure how the cost of a pass depends on the length. `prepare` describes the
+        other parameters.
         """
         raise NotImplementedError
 
@@ -127,11 +132,14 @@ class Workload(ABC):
     def loss_is_finite(self) -> bool:
         """True if the loss of the last step was finite or is unknown.
 
-        It is called when no step is pending.
+        It is called only when the devices have finished all steps.
         """
 
     def work(self) -> Work | None:
-        """Return the total work of all steps of this process; None if rows have no lengths."""
+        """Return the rows' tokens, passes and padded tokens, summed over all steps of this process.
+
+        Return None if all rows have the same length.
+        """
         return None
 
     def read_waits(self) -> float | None:
@@ -144,15 +152,15 @@ class Workload(ABC):
     def read_phases(self) -> PhaseSeconds:
         """Return the seconds of each phase, summed over the steps since the last reading.
 
-        It is called when no step is pending.
+        It is called only when the devices have finished all steps.
         """
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
         """Reuse one batch in all following steps if `kept`, otherwise use new batches again.
 
-        Steps with one batch show how long a step takes without its input. Return False if the
-        workload can't reuse a batch. After `prepare`, steps use new batches.
+        The steps that reuse a batch show how long a step takes without its input. Return False if
+        the workload can't reuse a batch. `prepare` switches back to new batches.
         """
         return False
 
@@ -165,10 +173,10 @@ class Workload(ABC):
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the device time of one step whose kernels are all enqueued beforehand, in seconds.
+        """Return how long a device takes for one step if the host never delays it, in seconds.
 
-        Return None if the device doesn't support this. All ranks of a group must call this method
-        at the same time.
+        For this, all of the step's kernels are enqueued before the device begins. Return None if
+        the device doesn't support it. All ranks of a group must call this method at the same time.
         """
         return None
 
@@ -182,7 +190,7 @@ class Workload(ABC):
     def release_memory(self) -> tuple[int | None, ...]:
         """Release memory that isn't in use; return the bytes that stay reserved on each device.
 
-        A value is None if it is unknown.
+        If the number of bytes on a device is unknown, it is None.
         """
         return self.memory.release()
 
@@ -228,7 +236,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are parameters of this function or class."""
+    """Return those of the settings that are parameters of this function or class."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 
@@ -251,10 +259,11 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the process's peak memory since `reset`, minus its memory before the model.
+        """Return by how many bytes the process's memory has grown at most since before the model.
 
-        The value is in bytes. It is None for each device if several devices share the process's
-        memory, or if the kernel doesn't report the peak.
+        It is the peak since `reset`. The result is a single item, or None for each of several
+        devices, because these share the process's memory. It is also None if the kernel doesn't
+        report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

@@ -42,7 +42,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return the entry of a model, whose backend follows from its prefix, keras_ or torch_."""
+    """Return the entry of a model; the prefix of its name, keras_ or torch_, names its backend."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -222,9 +222,9 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
     """Return the modules to import before a workload's child processes are forked.
 
-    Each item is "module" or "module:attribute", in order: the backend's module and the libraries of
-    a script. The result is empty if they are unknown. None of the user's own modules is included:
-    they may start CUDA, so each child imports them itself.
+    Each item is "module" or "module:attribute": first the backend's module, then the libraries that
+    a script imports. The result is empty if they are unknown. The user's own modules aren't among
+    them, because they may start CUDA; each child imports them itself.
     """
     from . import user_code
 

@@ -109,9 +109,9 @@ def names_a_file(home: str) -> bool:
 def guess_framework(name: str) -> str:
     """Return the framework that the file of a workload `file.py:attribute` imports.
 
-    It is "tensorflow" if the file imports no framework or several, or if the name has a
-    module instead of a file. Raises RequestError if the file can't be read, and
-    UserCodeError if it can't be parsed.
+    If the file imports no framework or several, or if the name has a module instead of a file,
+    return "tensorflow". Raises RequestError if the file can't be read, and UserCodeError if it
+    can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):

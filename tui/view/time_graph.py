@@ -42,8 +42,8 @@ class PastTicks(Protocol):
 class TickWindow(NamedTuple):
     """The ticks that graphs of `width` cells show.
 
-    The last cell is the newest, and may be half full. Only complete columns of dots are drawn, so
-    that a drawn column never changes.
+    The last cell is the newest, and may be half full. A column of dots is drawn only once all of
+    its ticks are known, so that it never changes afterwards.
     """
 
     width: int
@@ -58,12 +58,15 @@ class TickWindow(NamedTuple):
 
     @property
     def first_cell(self) -> int:
-        """The index of the leftmost cell; cells with a negative index are empty."""
+        """The index of the leftmost cell, counted from the first tick.
+
+        It is negative if the history doesn't fill the graph; such cells are empty.
+        """
         return self.last_cell - self.width + 1
 
     @property
     def newest(self) -> int:
-        """How many ticks are shown, counted back from the newest."""
+        """The number of ticks that are shown, up to and including the newest tick."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
@@ -76,8 +79,8 @@ class TickWindow(NamedTuple):
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the value of each column of dots: the mean of its ticks.
 
-        It is None for a column without known values. `values` has the last value of each tick, the
-        oldest first; missing older values count as None.
+        It is None for a column without known values. `values` has a value for each tick, the oldest
+        first; if the oldest are missing, they count as None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -110,11 +113,11 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the scale for a history of `ticks` that may be too short to fill `width` cells.
+    """Return a scale for a history that has only `ticks` ticks and may not fill `width` cells.
 
-    The scale is (ticks per column of dots, columns of dots per tick); `per_dot` is the first number
-    for a full history. A short history is stretched to about half of the cells, and the scale
-    changes in few steps while the history grows.
+    The scale is (ticks per column of dots, columns of dots per tick). `per_dot` is the first of
+    these numbers for a full history. A short history is stretched to about half of the cells, and
+    the scale changes in few steps while the history grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2

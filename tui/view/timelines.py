@@ -60,7 +60,7 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """Which part of the past is drawn, and how.
+    """Which period the graphs show, and on which scale.
 
     `per_dot` is the number of ticks of a column of dots. `cursor` is the index of a cell, counted
     from the first tick; None without a cursor.
@@ -74,11 +74,11 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The arrangement of the graphs on the screen.
+    """The arrangement of the graphs on the screen: a row for each device, a column for each metric.
 
-    `metrics` are the columns from left to right, and `devices` the rows from top to bottom.
-    `rows` has the height of each device's graphs in lines. The label takes the width that the
-    graphs leave free.
+    `metrics` are the columns from left to right, and `devices` the rows from top to bottom. `rows`
+    has the height of each device's graphs in lines. The devices' labels at the left take the width
+    that the graphs leave free.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -88,7 +88,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell of a graph at column `x` of the panel, counted from the graph's left end.
+        """Return the cell at column `x` of the panel, counted from the left of the graph there.
 
         Return None outside the graphs.
         """
@@ -173,13 +173,13 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Yield lines of `width` cells that show blocks of equal height side by side."""
+    """Yield lines of `width` cells in which the given blocks, of equal height, are side by side."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis that suits all devices: the highest of them."""
+    """Return the upper end of each metric's axis if all devices share it: the highest of theirs."""
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -271,10 +271,10 @@ def _gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the cells in front of each line of a graph: the ends of the axis, and a value.
+    """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
 
-    The value is the newest one or, if there is a cursor, the one at the cell `column`. A graph of
-    `MIDDLE_ROWS` lines or more also has the middle of the axis.
+    The value is the newest one or, if `column` isn't None, the one at the cursor in that cell. A
+    graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:

@@ -36,8 +36,8 @@ Values = tuple[float | None, ...]
 class Graph(NamedTuple):
     """A graph: its caption, its newest value as text, its values, and the upper end of its axis.
 
-    The oldest value comes first. `level` is a value to mark, such as the plan's samples/s;
-    0 marks none.
+    The oldest value comes first. If `level` isn't 0, a dashed line marks that value, such as the
+    plan's samples/s.
     """
 
     caption: str
@@ -109,19 +109,20 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of graphs side by side that still show the history in detail.
+    """Return the largest number of graphs side by side that still show each tick separately.
 
-    In detail means that each of `ticks` ticks has its own column of dots. The number is
-    at most `most`.
+    A graph shows each tick separately if it has a column of dots for each of `ticks` ticks. The
+    result is from 1 to `most`.
     """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns, up to `most`, in which `count` graphs are high enough.
+    """Return the smallest number of columns in which each of `count` graphs is high enough.
 
-    High enough is `GOOD_HEIGHT` lines for each graph; `height` is the number of all lines.
+    A graph needs `GOOD_HEIGHT` lines, and there are `height` lines in all. If even `most` columns
+    aren't enough, return `most`.
     """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
@@ -133,10 +134,10 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of at most `most` graphs.
+    """Return the captions of the graphs to draw, at most `most` of them.
 
-    The first is for all devices together, unless ranks are missing. If there is room for all
-    graphs, the devices (the labels in `keys`) follow. The last are power and noise scale, if
+    The first graph is that of all devices together, unless ranks are missing. A graph for each
+    device (the labels in `keys`) follows if all graphs fit. The last are power and noise scale, if
     they are known.
     """
     together = [] if row.missing_ranks else [ALL]
@@ -228,14 +229,14 @@ def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Spa
 
 
 def _caption(one: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption and the newest value, with the marked level's text at the right end."""
+    """Return the caption and the newest value; at the right end is the text of the level."""
     head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
     words = Span(f"{Mark.TRACK} {one.level_text}" if one.level_text else "", "warn")
     return spread(head, (words,), width).spans if one.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw the row of a graph that contains the marked level, with dashes in its empty cells."""
+    """Draw the line of a graph in which the level is marked: empty cells become dashes."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -244,10 +245,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Return the sum over all devices at each tick.
-
-    The sum is None at a tick at which any device has no value.
-    """
+    """Return the sum of several devices' values at each tick; None if one of them has no value."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )

@@ -100,7 +100,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes as text if they fit, else only the kinds of causes.
+    """Draw the descriptions of the causes if they fit, else only the names of the causes.
 
     For an ended training, draw how long ago it ended.
     """
@@ -188,9 +188,10 @@ def _rank_value(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for a rank's value `number(row)`, formatted by `words`.
+    """Return a `draw` function for the value `number(row)` of a rank, formatted by `words`.
 
-    It draws a dash if `there(row)` is 0. A silent rank's value is drawn as stale.
+    It draws a dash if `there(row)` is 0, which means that the value is unknown. The value of a
+    silent rank is drawn as stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -220,10 +221,9 @@ def _write_part(seconds: float) -> str:
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return the seconds of a step that a rank waits, without the exchange of gradients.
+    """Return how many seconds of a step a rank waits for others, without the exchange of gradients.
 
-    The rank's bar shows the same value. If the parts of its step are unknown, the
-    exchange is included.
+    If the parts of the rank's step are unknown, the exchange can't be separated and is included.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -318,9 +318,9 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _exclude(row: TrainingRow) -> str:
-    """Return which causes were ruled out by which measurements.
+    """Return a text for a training that is slower than its plan, although no cause was found.
 
-    It is for a training that is slower than its plan without a known cause.
+    It lists which causes were ruled out, and the measurements that ruled them out.
     """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
@@ -343,7 +343,8 @@ def _exclude(row: TrainingRow) -> str:
 def _advise(row: TrainingRow) -> Iterator[str]:
     """Yield which shares would be faster, and whether the training will adopt them by itself.
 
-    For an ended training, yield why it didn't adopt them. Yield nothing if no shares are faster.
+    For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
+    yield nothing.
     """
     if row.advice is None:
         return
@@ -381,7 +382,7 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
     """Yield the remedy for each limit other than unequal shares, with the expected gain.
 
-    A remedy of several limits occurs once. Yield nothing for an ended training.
+    If several limits have the same remedy, it is given once. Yield nothing for an ended training.
     """
     said = set()
     for limit in row.limits:

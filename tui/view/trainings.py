@@ -110,7 +110,8 @@ class EndedTrainings:
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
         """Return an ended training with its last metrics; `seen_at` is when it last reported.
 
-        Only unequal work remains as a cause, because other shares would have fixed it.
+        Of its causes, only unequal compute times are kept, because the advised shares would have
+        fixed them. The others can no longer be acted on.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
@@ -179,9 +180,10 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as a cause if a training is slower than its plan without another cause.
+    """Add the host's load as a cause if a training is slower than its plan without another one.
 
-    The load is only an indication, but not every kernel reports how long threads wait for cores.
+    The load shows only indirectly that threads wait for cores, but not every kernel reports how
+    long they wait.
     """
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:
@@ -196,7 +198,8 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 def _add_totals(row: TrainingRow) -> TrainingRow:
     """Add the totals over all ranks that aren't silent.
 
-    Samples per joule and the fraction of the plan's samples/s stay 0 if a rank is missing.
+    If a rank doesn't report on this machine, samples per joule and the fraction of the plan's
+    samples/s are 0.
     """
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
@@ -231,7 +234,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
-    """Add each rank's mean step in its parts; silent ranks have no step."""
+    """Add the parts of the mean step to each rank, except to silent ranks."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows

@@ -61,7 +61,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
     ) -> None:
         """Show this state and the newest samples of its devices.
 
-        None means that the state or the samples haven't changed.
+        An argument that is None keeps the state or the samples shown before.
         """
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
@@ -96,8 +96,8 @@ class LogPanel(ListPanel[LogRow]):
     def set_data(self, state: SessionState) -> None:
         """Show the measurements of this state.
 
-        The cursor follows its measurement; at the top of the list, it moves to
-        each new measurement.
+        The cursor stays on its measurement. If it is at the top of the list, it moves to each new
+        measurement.
         """
         if state.seen is not self._seen:
             self._seen = state.seen
@@ -194,7 +194,7 @@ class BalanceView(UsesApp, Widget):
             self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
-        """Set the panels' heights: the search or its result, the devices, then charts and log."""
+        """Set the panels' heights; charts and log get what the other panels leave."""
         width, height = self.size
         frame = 0 if self.screen.has_class("-bare") else 2
         narrow = self.screen.has_class("-narrow")
@@ -235,8 +235,8 @@ class BalanceView(UsesApp, Widget):
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
         """Return the height of the panels with shares and rivals; 0 if they are hidden.
 
-        They are hidden if the result shows the same, or if there is nothing to compare yet. On a
-        `narrow` terminal, only the rivals are shown.
+        They are hidden after the search, because the result contains them, and as long as there is
+        nothing to compare. On a `narrow` terminal, only the rivals are shown.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
@@ -246,9 +246,9 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the number of lines for the shares: bars, legend and global batch.
+        """Return the number of lines for the shares: the bar, the legend and the global batch.
 
-        One line more is for a second bar, for a split that is being measured.
+        It includes a line for a second bar, which shows a split that is being measured.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

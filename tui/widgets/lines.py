@@ -83,7 +83,8 @@ class Lines(UsesApp, Widget):
     def redraw(self) -> None:
         """Rebuild the lines for the current size.
 
-        A subclass that makes its own lines overrides this method; it does nothing for given lines.
+        A subclass that makes its own lines overrides this method. Here it does nothing, because the
+        lines are given.
         """
 
     def show(self, lines: Sequence[Line]) -> None:
@@ -115,8 +116,8 @@ class Lines(UsesApp, Widget):
     def render_lines(self, crop: Region) -> list[Strip]:
         """Return the rows of the region `crop` of the widget, including its frame.
 
-        If only lines have changed, Textual's own method isn't called, because it looks up the
-        styles of every row.
+        If only lines have changed, the other rows of the last drawing are reused. Textual's own
+        method isn't called then, because it looks up the styles of every row.
         """
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
@@ -136,8 +137,8 @@ class Lines(UsesApp, Widget):
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
         """Return the rows of the whole widget, to be reused by the next drawing.
 
-        Return None if a part of the widget is hidden or filters change the colours, so that
-        reuse isn't possible.
+        Return None if they can't be reused: if a part of the widget is hidden, or if filters change
+        the colours.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
@@ -202,7 +203,7 @@ class Lines(UsesApp, Widget):
         self.refresh()
 
     def on_resize(self) -> None:
-        """Redraw in the new size, so that no row stays empty, and report the change.
+        """Redraw in the new size, so that no row stays empty, and post `Resized`.
 
         The screen then rebuilds the lines of its panels.
         """
@@ -217,7 +218,7 @@ class Lines(UsesApp, Widget):
     def on_click(self, event: Click) -> None:
         """Pass a click to `click_cell` and `click_row`.
 
-        A click on a span that has an action of its own isn't passed.
+        A click on text that has an action of its own isn't passed, because Textual runs the action.
         """
         if "@click" in event.style.meta:
             return

@@ -121,7 +121,7 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember the identity of the row under the cursor, because its index may change."""
+        """Remember the identity of the row under the cursor, to find it when rows change."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
@@ -129,7 +129,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """True if an action has an effect now; marking and opening need a row."""
+        """Return whether an action has an effect now; marking and opening need a row."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
@@ -194,7 +194,7 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter and draw the rows; the heading says how many match the filter."""
+        """Sort, filter and draw the rows; the heading says how many match a filter."""
         kept = [row for row in self.found if matches(self.search_text_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
@@ -243,7 +243,7 @@ class SortedPanel(ListPanel[RowT]):
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """A list whose entries can be ticked: any number of them or, if `single`, exactly one."""
+    """A list whose entries can be ticked. If `single`, exactly one entry is always ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -252,7 +252,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     ]
 
     class Ticked(Message):
-        """The message that other entries are ticked than before."""
+        """The message that the user has ticked an entry or removed a tick."""
 
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
@@ -321,7 +321,7 @@ class Ticks(ListPanel[tuple[str, str]]):
             self.redraw()
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Tick the clicked entry, or remove its tick."""
+        """Tick the clicked entry, or remove its tick if it has one."""
         if self.top + row < self.count:
             self.action_move(self.top + row - self.cursor)
             self.action_tick()
@@ -360,7 +360,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word `steps` further in the list; after the last word, the first follows."""
+        """Choose the word that is `steps` further in the list, which continues at its other end."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

@@ -61,7 +61,8 @@ class ChartPanel(Lines):
     def shown_chart(self) -> Chart:
         """The chart with the scale that the user has chosen.
 
-        Axes that are linear in the given chart are linear in any case.
+        Axes that are linear in the given chart stay linear, even if the user has chosen logarithmic
+        axes.
         """
         if self.log2:
             return self.chart
@@ -84,7 +85,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by `steps` points; the first step shows it at one of the last points."""
+        """Move the cursor by `steps` points; a hidden cursor appears near the last point."""
         stops = self.chart.stops()
         if not stops:
             return

@@ -17,7 +17,8 @@ from .lines import Lines
 class TimelinePanel(Lines):
     """The panel with graphs of the devices' metrics over time.
 
-    If not all devices fit, it shows the devices around the one under the list's cursor.
+    If not all devices fit, it shows graphs of the device under the cursor of the device list, and
+    of those around it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The time in seconds that the graphs show at least.
+        """The shortest period that the graphs show, in seconds.
 
         It is the value of `SPANS` nearest to the user's setting.
         """
@@ -38,7 +39,7 @@ class TimelinePanel(Lines):
 
     @property
     def shows_all(self) -> bool:
-        """True if the graphs of all devices are shown."""
+        """True if there is room for the graphs of all devices."""
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
@@ -68,7 +69,7 @@ class TimelinePanel(Lines):
     def _choose_scale(self, plan: GraphPlan) -> None:
         """Choose the number of ticks per column of dots.
 
-        If the scale changes, the cursor is hidden, because its cell then stands for another time.
+        If it changes, the cursor is hidden, because its cell would then stand for another time.
         """
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
@@ -109,7 +110,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Lengthen (1) or shorten (-1) the displayed time, hide the cursor, and save the choice."""
+        """Lengthen (1) or shorten (-1) the shown period, hide the cursor, and save the choice."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
@@ -130,11 +131,11 @@ class TimelinePanel(Lines):
             self._move_to(window.first_cell + cell, window)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Show a longer time."""
+        """Show a longer period."""
         event.stop()
         self.change_span(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Show a shorter time."""
+        """Show a shorter period."""
         event.stop()
         self.change_span(-1)

@@ -113,7 +113,8 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the devices of the user tower and of the item tower.
 
-    Each tuple has one device per operation: lookup, convolution, pool, flatten, dense.
+    Each tuple has the device of each operation in this order: lookup, convolution, pool, flatten,
+    dense.
     """
     first, second = setup.devices[:2]
     if setup.placement == "towers":
@@ -168,9 +169,9 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    A group of processes does the same. Keras' own Adam squares the contributions of a sparse
-    gradient one by one. One device would then learn differently from a group, and be slower,
-    because every operation would have a row for each word of the batch.
+    A group of processes does so in any case. Keras' own Adam squares each contribution to a sparse
+    gradient on its own, so a single device would learn differently from a group. It would also be
+    slower, because every operation would have a row for each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

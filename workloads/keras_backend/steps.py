@@ -31,9 +31,10 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 class KerasSteps:
     """Runs a model's training steps with a `Split`.
 
-    Each set of devices has one `Split` with passes and one without; each `Split` is traced once.
-    `placed` is the train step of a workload that places its own parts on several devices. The
-    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
+    For each set of devices there are up to two `Split`s, with passes and without, and each is
+    traced once. `placed` is the train step of a model that places its own parts on several devices.
+    The constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support
+    `setup`.
     """
 
     def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
@@ -88,7 +89,7 @@ class KerasSteps:
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
         """Make the model use the `Split` for these devices, with or without passes.
 
-        Its train function is created on first use.
+        The model's train function for that `Split` is created on first use.
         """
         model = self.model
         split = self.split
@@ -134,10 +135,10 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of this process's devices, without zeros.
+        """Return the numbers of `sizes` that belong to this process, without zeros.
 
-        `sizes` are the sizes of all devices. If the model's parts are on several
-        devices, return only their sum.
+        `sizes` has a number for each device or rank of the setup, such as its rows. If the model's
+        parts are on several devices, return only the sum.
         """
         if self._placed is not None:
             return [sum(sizes)]
@@ -148,8 +149,8 @@ class KerasSteps:
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
         """Send this process's rows (x, y) to its devices.
 
-        With towers, x is sent in one piece per device, but y as a whole, because the loss is
-        computed only once.
+        With towers, each device gets its own rows of x, but y is sent as a whole, because the loss
+        is computed only once.
         """
         own = self.own(shares)
         if self.engine == "towers":
@@ -170,7 +171,7 @@ class KerasSteps:
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
     """Run one step of towers on a batch that is already on its devices.
 
-    `batch` has a piece of x for each device, then the labels of all rows.
+    `batch` has the rows of x for each device, then the labels of all rows.
     """
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
@@ -185,7 +186,7 @@ def slice_rows(data: Any, start: int, stop: int) -> Any:
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Convert nested arrays from host memory to tensors on the scope's device."""
+    """Convert nested arrays to tensors in host memory, and copy these to the scope's device."""
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)
     with scope:

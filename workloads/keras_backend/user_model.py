@@ -99,7 +99,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs, structured as in calls of the model.
+    """Return the symbolic inputs and outputs in the structure that calls of the model use.
 
     A Sequential model has lists of inputs and outputs, but is called with a single tensor.
     """

@@ -1,10 +1,11 @@
 """A workload made from a Keras model and its training data, with the same steps as in `fit`.
 
-All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host
-memory in each step, through the training's pipeline and train function, unless the worker's
-setup specifies otherwise. `sample_batch` is called once for a pool of more rows than fit in
-a processor's caches. The pool's rows are reused in a shuffled order. The user's
-`training_data` is read as in a training run.
+All batch sizes use the same traced function with relaxed shapes, as in `fit`. Unless the worker's
+setup says otherwise, the batches of each step come from host memory, through the training's
+pipeline and train function.
+
+`sample_batch` is called once, for a pool of more rows than fit in a processor's caches. The pool's
+rows are reused in a shuffled order. The user's `training_data` is read as in a training run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class KerasData(NamedTuple):
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
     """Return the arrays (x, y) or (x, y, weight) as `KerasData`.
 
-    With `made`, the rows are generated, so the number of rows per epoch is unknown.
+    If `made` is True, evener generated the rows, so the number of rows per epoch is unknown.
     """
     length = array_rows(arrays)
 
@@ -216,7 +217,7 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`, otherwise read the data anew."""
+        """Reuse one batch in all following steps if `kept`, otherwise read new batches again."""
         if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source
@@ -224,7 +225,7 @@ class KerasWorkload(Workload):
         return True
 
     def step(self) -> None:
-        """Run an optimizer step on the next batch, including the work of `fit` around a step."""
+        """Run an optimizer step on the next batch, with the callbacks of `fit` around a step."""
         if self._position == 0:
             self._held = self.memory.held()
         if self._position == 1 and self._on_gpus:
@@ -244,8 +245,8 @@ class KerasWorkload(Workload):
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory; return True if training can go on.
 
-        The variables of model and optimizer exist before the first step, so no step leaves half of
-        them. Return False if the other ranks of a group wait for this one, or if clearly more
+        The variables of model and optimizer exist before the first step, so no step leaves them
+        incomplete. Return False if the other ranks of a group wait for this one, or if clearly more
         memory stays allocated than before the first step.
         """
         if self.setup.world > 1:
@@ -257,7 +258,7 @@ class KerasWorkload(Workload):
         return self.memory.held() <= self._held + LEFT_BYTES
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds spent waiting for rows since the last reading; None if unknown."""
+        """Return the seconds of waiting for rows since the last reading; None if unknown."""
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.setup.input == "device":
@@ -276,8 +277,8 @@ class KerasWorkload(Workload):
         """Return facts about the workload as text.
 
         They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
-        digest, the rows per epoch (0: unknown), and the class of a layer that computes batch
-        statistics.
+        digest, and the rows per epoch (0: unknown). The last one is the class of a layer that
+        computes batch statistics, or "".
         """
         layers = all_layers(self.model)
         return {
@@ -356,7 +357,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the maximum number of rows with at most 2^31 - 1 elements in every tensor.
+    """Return the maximum rows of a batch for which no tensor has more than 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """
@@ -366,7 +367,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise TooManyElementsError if one GPU can't compute `rows` rows in TensorFlow's kernels."""
+    """Raise TooManyElementsError if `rows` rows are too many for kernels on one GPU."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(

@@ -1,8 +1,8 @@
 """The data of a PyTorch workload, loaded as in a training run, so that a step costs the same.
 
 A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
-for a pool of rows that is then reused. The pool is larger than a processor's cache, unless rows are
-slow to create. The work of each pass is recorded if rows have lengths.
+once, for a pool of rows that is then reused. The pool is larger than a processor's cache, unless
+rows are slow to create. If rows differ in length, the tokens and padding of each pass are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EndlessSampler(UnevenBatchSampler):
     def batches(self) -> Iterator[torch.Tensor]:
         """Return an iterator over this rank's rows in each step.
 
-        A row may occur twice if the batch is larger than the pool.
+        A batch that is larger than the pool has some rows twice.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -84,15 +84,15 @@ class Lengths:
     def nearest(self, length: int, rows: int) -> torch.Tensor:
         """Return the indices of `rows` rows that have at most `length` tokens, the longest first.
 
-        Indices are repeated if there are too few such rows. If there is
-        none, the shortest row is used.
+        If there are too few such rows, their indices are repeated. If there is no such row, the
+        shortest row is used.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """Return the work of a pass over these rows."""
+        """Return the tokens of a pass over these rows, with and without padding."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest
@@ -100,7 +100,7 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Yields the same rows in each of an endless number of steps."""
+    """Yields the same rows in every step, for an endless number of steps."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
@@ -112,9 +112,9 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler record the work of each batch that it draws, and return it.
+    """Make a sampler record the tokens and padding of each batch that it draws, and return it.
 
-    The work is appended to a new attribute of the sampler, `works`.
+    The records are appended to a new attribute of the sampler, `works`.
     """
     works, draw = deque[Work](), sampler.batches
 
@@ -180,7 +180,7 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches, for the rank `rank` of ranks with `sizes` rows each.
+        """Return a sampler of full batches for rank `rank`; `sizes` are the rows of each rank.
 
         It covers whole epochs. For a pool, or if a batch has more rows than the data set, it
         repeats one shuffled order endlessly instead.
@@ -196,8 +196,8 @@ class Data:
     ) -> UnevenBatchSampler:
         """Return a sampler whose global batches are assigned to the ranks by cost.
 
-        `sizes` are the ranks' mean rows. All global batches have the same number of rows, and the
-        first one starts with the first row of the epoch `epoch`.
+        `sizes` are the ranks' mean rows. All global batches have the same number of rows. The
+        sampler begins at the start of the epoch `epoch`.
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
@@ -208,10 +208,9 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler that repeats the same rows, which have nearly `length` tokens.
+        """Return a sampler that repeats the longest rows with at most `length` tokens.
 
-        They are the longest rows with at most `length` tokens. `sizes` are the ranks' rows per
-        step, and `rank` is this rank.
+        `sizes` are the ranks' rows per step, and `rank` is this rank.
         """
         assert self.lengths is not None
         return count_work(
@@ -247,7 +246,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 class Batches:
     """The batches of this rank's share, epoch after epoch.
 
-    With `on_device`, there is a single batch, which stays in the device's memory. `listener` is
+    If `on_device`, there is a single batch, which stays in the device's memory. `listener` is
     notified when a batch is used, as in a training run.
     """
 
@@ -306,8 +305,8 @@ class Batches:
     def keep(self, kept: bool) -> bool:
         """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
 
-        Return False if the sampler records the work of batches, because it records
-        only batches that are drawn.
+        Return False if that isn't possible: if rows differ in length, tokens are counted when a
+        batch is drawn, and a kept batch isn't drawn again.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -315,9 +314,9 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the work of each pass of `batch`, which `take` returned last.
+        """Return the tokens and padding of each pass of `batch`, which `take` returned last.
 
-        The result is empty if rows have no lengths.
+        The result is empty if all rows have the same length.
         """
         drawn = getattr(self._sampler, "works", ())
         return (
@@ -327,9 +326,9 @@ class Batches:
         )
 
     def wait(self) -> None:
-        """Wait until all prefetched batches have arrived.
+        """Wait until the loader has prefetched as many batches as it can hold.
 
-        The steps that are timed next then load as many batches as they use.
+        During the steps that are timed next, it then loads exactly as many batches as they use.
         """
         if self._loader is not None:
             self._loader.wait_until_full()

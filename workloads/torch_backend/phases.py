@@ -17,9 +17,8 @@ LONGEST_PAUSE_SECONDS = 2.0
 class PhaseClock:
     """Measures the total duration of each phase of the steps, in seconds.
 
-    `clock` is the clock of the workload's device. On a GPU, the events at the start and
-    end of a phase are enqueued after all earlier work, so time in which the GPU still
-    does earlier work isn't counted.
+    `clock` is the clock of the workload's device. On a GPU, a phase begins only when the GPU has
+    finished all work that was enqueued earlier, so that this work isn't counted.
     """
 
     def __init__(self, clock: Any) -> None:

@@ -41,8 +41,8 @@ def _leave_on_host(module: Any) -> None:
 class RecipeShards:
     """The shards of a recipe's model on this rank's device.
 
-    Creating this object cuts the recipe's module, whose optimizer then updates the shards. `setup`
-    has the fractions of the ranks.
+    The constructor cuts the recipe's module into shards, and makes its optimizer update the shards.
+    `setup` has the fraction of the model that each rank holds.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -70,21 +70,23 @@ class RecipeShards:
         self._computes = True
 
     def compute_nothing(self) -> None:
-        """Stop computing rows: from now on, only hold this rank's part of the model.
+        """Give this rank no rows from now on: it only holds its part of the model.
 
-        The rank still takes part in the other ranks' collectives.
+        It still takes part in the other ranks' collectives.
         """
         if self._computes:
             self._computes = False
             self.sharded.compute_nothing()
 
     def describe(self) -> str:
-        """Return seven numbers about the whole model's memory, separated by spaces.
+        """Return seven numbers about the memory of the whole model, separated by spaces.
 
-        They are the bytes of the model's state, of gathered units and of an optimizer step; the
-        number of parameters and of trained parameters; the bytes of gradients, included in the
-        state, that a step frees before its forward pass; and the bytes outside of PyTorch's
-        allocator.
+        - the bytes of the model's state
+        - the bytes of the units (layers whose parameters are gathered together) while gathered
+        - the temporary bytes of an optimizer step
+        - the number of parameters, and that of trained parameters
+        - the bytes of gradients in the state that a step frees before its forward pass
+        - the bytes outside of PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
@@ -92,7 +94,8 @@ class RecipeShards:
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and an optimizer step's temporary bytes.
 
-        Both are extrapolated from this rank's shard in a first step with zero gradients.
+        A first step with zero gradients is run on this rank's shard. The results are extrapolated
+        from it to the whole model.
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)

@@ -66,10 +66,10 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Return a context in which the functions that tell a process its rank are replaced.
+    """Return a context that replaces the functions with which a process asks for its rank.
 
-    `noting` gets such a function and its name, and returns the replacement. This shows whether the
-    user's build depends on the rank, so that its result can't be shared.
+    `noting` gets such a function and its name, and returns the replacement. Thus it is noticed if
+    the user's build depends on the rank, so that its result can't be shared by all ranks.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():

@@ -26,8 +26,9 @@ CHANNELS = (16, 32)
 class Tiles:
     """A batch of images, cut into SIDE x SIDE tiles on `devices`.
 
-    The uncut images have the shape (samples, channels, height, width). `rows` and `columns` are the
-    positions of the cuts, including 0 and the image's size. No tile is empty.
+    `rows` and `columns` are the positions at which the whole images are cut, including 0 and the
+    image's size. The whole images have the shape (samples, channels, height, width). No tile is
+    empty.
     """
 
     parts: Sequence[Sequence[Tensor]]
@@ -47,8 +48,8 @@ class Tiles:
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
         """Apply a layer whose windows may cross the borders of tiles, such as a convolution.
 
-        `compute` returns the output of a tile. Along each axis, an output position reads `step`
-        input positions and `border` more positions at both ends.
+        `compute` returns the output of a tile. Along each axis, each output position corresponds to
+        `step` input positions, and the window also reads `border` positions before and after them.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -84,7 +85,7 @@ class Tiles:
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """Concatenate the parts that aren't empty along a dimension; return an empty one if all are."""
+    """Concatenate the non-empty parts along a dimension; if all are empty, return one of them."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
@@ -114,7 +115,7 @@ def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
     """Return the output of `conv_blocks` for the whole image, computed in tiles.
 
     The parameters stay on their device. In each step, every device gets a copy of a convolution's
-    weights, and the gradients of all copies are summed in the original.
+    weights, and the gradients of all copies are added to the original's gradient.
     """
     for layer in layers:
         match layer:

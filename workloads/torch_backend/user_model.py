@@ -85,9 +85,9 @@ def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """Convert the return value of the user's function `name` to a recipe.
+    """Convert what the user's function `name` returned to a recipe.
 
-    Raises RequestError with the reason if the value is invalid.
+    Raises RequestError with the reason if that isn't possible.
     """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
@@ -184,7 +184,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Wraps a module so that it returns its loss for a batch, computed as by the trainer."""
+    """Wraps a module so that calling it returns the loss of a batch, as the trainer computes it."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class TrainerSteps:
     def compute(self, batch: Any) -> Any:
         """Return the loss of a pass on `batch`.
 
-        The batch's labels are counted before the forward pass, as the Trainer does.
+        As in the Trainer, the batch's labels are counted before the forward pass, which costs time.
         """
         trainer = self._trainer
         trainer.model.train()
@@ -226,11 +226,10 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do the Trainer's work before each optimizer step.
+        """Do what the Trainer does before each optimizer step, because it takes time.
 
-        - Wait for the loss.
-        - Count the operations of each pass, which visits all parameters.
-        - Clip the gradients.
+        It waits for the loss, counts the operations of each pass (which visits all parameters), and
+        clips the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
@@ -261,7 +260,8 @@ def _from_trainer(trainer: Any) -> Recipe:
     def prepare(in_shards: bool) -> None:
         """Prepare the model to compute as in a training run.
 
-        Accelerate's autocast wraps the forward pass and converts its outputs to float32.
+        Accelerate does this: its autocast wraps the forward pass and converts the outputs to
+        float32.
         """
         if in_shards:
             keep_no_casts(trainer.accelerator)
@@ -326,8 +326,8 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
     - `workers` is the number of worker processes.
     - `pinned` selects pinned memory, if there is a GPU.
 
-    Without workers nothing is prefetched, as in the trainer: a step's rows are loaded when the
-    step begins, while the GPU waits.
+    Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
+    when the step begins, while the GPU waits.
     """
     options = {
         "num_workers": workers,
@@ -338,12 +338,12 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair: the module's keyword arguments, and an unused target for each row."""
+    """Collate rows to a pair of keyword arguments for the module and targets, which are unused."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if a value is an instance of the package's class `name`; doesn't import the package."""
+    """True if `value` is an instance of a package's class; the package isn't imported for that."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

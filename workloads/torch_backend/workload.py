@@ -1,9 +1,9 @@
 """A workload made from a torch module, an optimizer, a loss and training data.
 
-It runs the same steps as the user's training. One device runs a plain loop. Several devices have
-one process each, which all-reduce their gradients as in `evener.torch`. Alternatively, one process
-has several devices, on which the workload places the parts of its model. Batches come from host
-memory in each step, unless the worker's setup specifies otherwise.
+It runs the same steps as the user's training. A single device runs a plain loop. Several devices
+have a process each, and all-reduce their gradients as in `evener.torch`, or they belong to a single
+process, if the workload places the parts of its model on them. Batches come from host memory in
+each step, unless the worker's setup says otherwise.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Recipe(msgspec.Struct, frozen=True):
 class Waits:
     """Measures how many seconds a GPU waits for other ranks and for the all-reduce.
 
-    A wait begins after the GPU's own last gradient.
+    A wait is the time from the GPU's own last gradient to the end of the all-reduce.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -168,8 +168,9 @@ class TorchWorkload(Workload, StepListener):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches for this rank's share.
 
-        A rank whose share is 0 leaves the group until a later call gives it a share above 0. If the
-        model is sharded, the rank takes part with a filler row, whose gradients have weight 0.
+        A rank whose share is 0 leaves the group until a later call gives it rows again. If the
+        model is sharded, such a rank stays and computes a single filler row, whose gradients have
+        weight 0.
         """
         self._micro = own_share(self.setup, micro or shares)
         if micro:
@@ -192,9 +193,9 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are assigned by cost.
+        """Prepare shares of global batches whose rows are assigned to the ranks by cost.
 
-        A pass has at most `tokens` padded tokens.
+        A pass of a rank has at most its number of `tokens`, padding included.
         """
         self._micro = sum(shares)
         assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
@@ -265,9 +266,9 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch in its passes, as in a training run; return the number of passes.
 
-        `exchanges` are the all-reduces of the group. If there are any, a pass that runs out of
-        memory is computed again in smaller passes, because the other ranks wait in the all-reduce.
-        The error is recorded for `read_shortage`.
+        `exchanges` are the all-reduces of the group. In a group, a pass that runs out of memory is
+        computed again in smaller passes, because the other ranks wait in the all-reduce.
+        `read_shortage` then returns the error.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
@@ -279,18 +280,18 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the out-of-memory error of the first step since `prepare`.
+        """Return the error of the first step since `prepare` that ran out of memory, or "".
 
-        It is empty unless memory ran out and the step was completed in smaller passes.
+        Such a step was completed in smaller passes.
         """
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the work of a step to the total.
+        """Add the tokens, padding and passes of a step to the totals.
 
-        `works` is the work of its batches, and `passes` the number of its passes. A batch
-        that is cut into passes was padded before it was cut, so only the number of passes
-        differs from the work of one pass.
+        `works` has an item for each of the step's batches, and `passes` is the number of passes. A
+        batch that is cut into passes was padded as a whole before, so its padding doesn't depend on
+        the number of passes.
         """
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
@@ -299,9 +300,9 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps only.
+        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps.
 
-        Later steps start with the same amount, because the optimizer has created its state by then.
+        Later steps start with as many, because the optimizer has created its state by then.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
@@ -330,7 +331,7 @@ class TorchWorkload(Workload, StepListener):
         return ended or self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the total work of all steps; None if rows have no lengths."""
+        """Return the tokens, padding and passes of all steps; None if all rows are equally long."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
@@ -360,7 +361,7 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the total seconds of input and of the optimizer's update since the last call."""
+        """Return the seconds that input and the optimizer's update took since the last call."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
@@ -383,8 +384,9 @@ class TorchWorkload(Workload, StepListener):
     def time_on_device(self) -> float | None:
         """Return the seconds that a GPU takes for one step; None on a CPU.
 
-        The step is enqueued behind a pause, so that the host has enqueued all of the step's kernels
-        before the GPU begins. Waits of the host within the step, such as `.item()`, are included.
+        A pause of the GPU is enqueued first, during which the host enqueues all of the step's
+        kernels. If the host waits for the GPU within the step, as in `.item()`, that wait is
+        included.
         """
         if not _on_gpu(self.device):
             return None
@@ -441,7 +443,7 @@ class TorchWorkload(Workload, StepListener):
     def _computes_bfloat16(self) -> bool:
         """True if the requested precision, a parameter or a Trainer uses bfloat16.
 
-        An autocast in the user's code isn't known before that code runs.
+        If the user's code has an autocast of its own, that isn't known before the code runs.
         """
         return (
             _HALVES.get(self.setup.precision) is torch.bfloat16
@@ -450,10 +452,9 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches, which are opened on the first call.
+        """Return the batches, which are created on the first call.
 
-        The first call comes after the memory cap is set, and before `prepare` resets the peak
-        memory.
+        That is after the memory cap has been set, and before `prepare` resets the peak memory.
         """
         if self._batches is None:
             data = self.recipe.data or Data(
