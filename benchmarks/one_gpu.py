@@ -51,7 +51,7 @@ SCRIPTS = {
         "kuangliu/pytorch-cifar",
         "",
         "main.py --lr 0.01",
-        shorter=("main.py", "net = SimpleDLA()\n", "net = LeNet()\nstart_epoch = -198\n"),
+        shorter=("main.py", "net = SimpleDLA()\n", "net = LeNet()\nstart_epoch = -199\n"),
     ),
     "cifar100": Script(
         "weiaicunzai/pytorch-cifar100",

@@ -19,12 +19,15 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
+import psutil
 
+from ..errors import RequestError
 from ..plan.file import load_plan
 from ..system.cores import allowed_cpus, pin_threads, slice_cores
 from ..training.first_rank import (
     RANK_VARIABLES,
     STARTED_AS,
+    is_first_process,
     is_in_other_run,
     is_released,
     is_started_rank,
@@ -73,6 +76,7 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
             release_others()
             _keep_to(launched_device())
         else:
+            _refuse_missing_ranks(place)
             _take_device(place)
         _place = place
     return wrapped(*arguments, **keywords)
@@ -116,6 +120,25 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
         return not place.is_given and _address_of(method, dict(os.environ)) == _own_address()
     variables = _read_environment("self")
     return _address_of(None, variables) == _own_address() or not _has_sibling(variables)
+
+
+def _refuse_missing_ranks(place: GroupRank) -> None:
+    """Raise RequestError if this process would wait for ranks that nobody starts.
+
+    This is so if the program's first process itself makes a group of another size than the number
+    of evener's ranks, and has started no process: a list of GPUs in a program's own options may be
+    shorter than that of evener's devices.
+    """
+    world = os.environ.get("WORLD_SIZE")
+    if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
+        return
+    if psutil.Process().children():
+        return
+    raise RequestError(
+        f"The program makes a group of {place.world} processes, and evener run has one for each of "
+        f"{world} devices.",
+        "Name as many devices as the program takes, such as --devices gpu:0,gpu:1.",
+    )
 
 
 def _own_address() -> str:

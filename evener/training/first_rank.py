@@ -37,6 +37,16 @@ def is_started_rank() -> bool:
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
+def is_first_process() -> bool:
+    """True if this is the process that evener started first, and not one that it has started."""
+    path = os.environ.get(RELEASE)
+    if not path:
+        return False
+    with suppress(OSError):
+        return Path(f"{path}.first").read_text() == str(os.getpid())
+    return False
+
+
 def is_in_other_run() -> bool:
     """True if this process was started by an elastic agent of the program itself."""
     started = os.environ.get(STARTED_AS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from evener.errors import RequestError
 from evener.plan.file import load_plan
 from evener.program import group
 from evener.system.cores import allowed_cpus
@@ -130,6 +131,23 @@ def test_a_process_that_a_program_has_started_is_no_rank_of_evener_s(
     assert not released.exists()
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}
     assert (group.current_rank(), os.environ[launched.DEVICE]) == (1, "GPU-b")
+
+
+@pytest.mark.parametrize("starts_another", [False, True])
+def test_a_group_whose_other_ranks_never_start_is_refused(
+    released: Path, starts_another: bool
+) -> None:
+    """A program with its own list of three GPUs would wait for ever for its third process."""
+    released.with_name(f"{released.name}.first").write_text(str(os.getpid()))
+    words = [sys.executable, "-c", "input()"] if starts_another else ["true"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as other:
+        if starts_another:
+            begin(rank=0, world_size=3)
+            other.communicate(b"\n")
+            return
+        other.wait()
+        with pytest.raises(RequestError, match="3 processes, and evener run has one for each of 2"):
+            begin(rank=0, world_size=3)
 
 
 def test_what_is_spawned_while_the_first_rank_is_alone_inherits_no_rank(released: Path) -> None:

@@ -4,6 +4,7 @@ one GPU.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -50,17 +51,25 @@ def free_port() -> str:
     return str(free_port())
 
 
+TORCHRUN = ("torchrun", "--nproc-per-node", "2", "--master-port")
+ACCELERATE = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port")
+
+
 @two_cores
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_a_launcher_s_own_processes_train_by_shares(
-    start: Start, tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
+    start: Start,
+    tmp_path: Path,
+    trainer_ranks: Callable[..., list[Any]],
+    launcher: tuple[str, ...],
 ) -> None:
     """The number of processes stays the same, they learn the same, and nothing listens beyond this
     machine.
     """
+    skip_without("accelerate")
     evenly = trainer_ranks("tests.support.script_ranks.run_saving_script", PROGRAM, world=2)
-    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", free_port())
-    evener = start(*launcher, PROGRAM, f"{tmp_path}/")
+    evener = start(*launcher, free_port(), PROGRAM, f"{tmp_path}/")
     with ListenerLog(evener.pid) as log:
         _, errors = evener.communicate(SECONDS)
     assert not evener.returncode, errors
@@ -156,19 +165,25 @@ def test_a_lightning_trainer_for_one_device_runs_once(start: Start, tmp_path: Pa
 
 @two_cores
 @pytest.mark.slow
-def test_ctrl_c_ends_a_launcher_and_all_that_it_has_started(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ctrl-c", "killed"])
+def test_nothing_that_a_launcher_has_started_is_left(
+    start: Start, tmp_path: Path, is_killed: bool
+) -> None:
+    """All ends at Ctrl-C with its exit code, and when a rank is killed with the launcher's."""
     script = tmp_path / "waits.py"
     script.write_text(
         "import os, pathlib, time\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pid' + os.environ['RANK']).write_text(str(os.getpid()))"
         "\ntime.sleep(600)\n"
     )
-    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", free_port())
-    evener = start(*launcher, str(script))
+    evener = start(*TORCHRUN, free_port(), str(script))
     files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), "ranks", SECONDS)
-    evener.send_signal(signal.SIGINT)
+    if is_killed:
+        os.kill(int(files[1].read_text()), signal.SIGKILL)
+    else:
+        evener.send_signal(signal.SIGINT)
     evener.communicate(SECONDS)
-    assert evener.returncode == 130
+    assert evener.returncode == (1 if is_killed else 130)
     processes = [Path("/proc", file.read_text()) for file in files]
     wait_for(lambda: not any(each.exists() for each in processes), "the ranks' end", SECONDS)
