@@ -166,8 +166,8 @@ def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
 def write_link(measurement: LinkMeasurement) -> str:
     """Return the result of one measurement as text: the transport, its speed and its latency.
 
-    For example, `as it is 6.1 GB/s, 28 µs` for the default transport. If the measurement failed,
-    the text says how.
+    For example, `as it is 6.1 GB/s, 28 µs` for the default transport. For a failed measurement, the
+    text says what went wrong.
     """
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"

@@ -85,7 +85,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The session ended with a plan. The journal stores this event as a line.
 
-    A resumed run may end again. Then only the last end counts.
+    A run that is resumed may end several times; only its last end counts.
     """
 
     plan: Plan

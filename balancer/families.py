@@ -25,14 +25,14 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A named way of the workload to place the parts of its model on devices."""
+    """A named way in which the workload can place the parts of its model on several devices."""
 
     name: str
     devices: int = 2  # maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
-    """The part of a search's options that families use."""
+    """Those of a search's options that families use."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -56,7 +56,7 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch of layouts for which exploration finds none, such as placements.
+        """The global batch for layouts whose own best batch isn't measured, such as placements.
 
         It is None until exploration has found it, or if rows are assigned by cost.
         """
@@ -359,8 +359,9 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout that trains with a placement and this global batch.
 
-    `devices` is the number of devices, of which the first ones are used. The layout's shares only
-    mark these devices. Return None if there are too few devices or samples.
+    The placement uses the first of the `devices` devices. The layout has a share for each of these
+    only to say that it is used; the workload doesn't split the batch by them. Return None if there
+    are too few devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -387,7 +388,10 @@ class PlaceFamily(Family):
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a layout with a placement, such as `place towers`."""
+        """Return the name of a layout with a placement, such as `place towers`.
+
+        With `another`, it is a name for a second such layout.
+        """
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
@@ -413,7 +417,7 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 def add(family: Family, traits: Traits | None = None) -> None:
     """Register a family, so that searches can use it.
 
-    If the layouts of the family are of a new kind, `traits` are the traits of that kind.
+    `traits` are needed only if no other family has layouts of the same kind.
     """
     FAMILIES[family.name] = family
     if traits is not None:

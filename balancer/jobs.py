@@ -70,7 +70,8 @@ def make_job(request: Request) -> Job:
 def read_job(header: Header) -> Job:
     """Return the job of a run from the header of its journal.
 
-    Raises RequestError if no search can run it, because the file may have been edited.
+    The header is checked, because the file may have been edited. Raises RequestError if no search
+    can run such a job.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -164,7 +165,7 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 def _find_open_servers(job: Job) -> tuple[str, ...]:
     """Return a note if TensorFlow's servers will listen on the network; otherwise, an empty tuple.
 
-    They are used for a split with one process per device, and anyone who reaches them can run code.
+    A split with one process per device uses such servers, and anyone who reaches them can run code.
     """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
@@ -359,9 +360,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if trainings side by side would share their GPU through a running MPS daemon.
+    """Return a note if an MPS daemon is running, through which packs would share their GPU.
 
-    Return an empty list otherwise. `kinds` are the traits of the families to compare.
+    Return an empty list without a daemon, or if none of the families to compare has packs. `kinds`
+    are the traits of these families.
     """
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
@@ -401,9 +403,9 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs that can be tried here, and messages about those that can't.
+    """Return the knobs to try, and messages about those that can't be tried here.
 
-    `tried` are the names that the user gave.
+    A knob is a tuned option, such as XLA. `tried` are the names that the user gave.
     """
     if not tried:
         return (), ()
@@ -478,7 +480,7 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the ways to run several trainings side by side that should be compared.
+    """Return the modes of packs to compare: the ways in which trainings can share a device.
 
     They are plain processes ("") and, for TensorFlow on GPUs, also logical devices.
     """

@@ -47,7 +47,10 @@ class UnwrittenError(RequestError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line of a journal: the request, and the devices that were found for it."""
+    """The content of a journal.
+
+    `whole_bytes` is the number of bytes up to the end of the last complete line.
+    """
 
     run: str
     created: str  # UTC, RFC 3339
@@ -189,7 +192,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 class Journal:
     """A journal that is open for appending.
 
-    `append` returns once the line is on disk.
+    When `append` returns, the line is on disk.
     """
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
@@ -364,9 +367,9 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if the sizes in an entry match each other and the header's devices.
+    """True if the sequences in an entry fit each other and the number of the header's devices.
 
-    Decoding has already checked single numbers.
+    Decoding has already checked single values.
     """
     devices = len(header.devices)
     match entry:

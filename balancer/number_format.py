@@ -71,8 +71,8 @@ def write_share(batch: int, micro: int) -> str:
 def relative_error(value: float, low: float, high: float) -> float:
     """Return half of the width of a value's 95 % interval, divided by the value.
 
-    If the part above the value is wider than half of the interval, that part is used instead,
-    because the lower part can't extend below 0. Return 0 for a value of 0.
+    For an interval that reaches farther above the value than half of its width, as near 0, the
+    distance to the upper end is used instead. Return 0 for a value of 0.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 

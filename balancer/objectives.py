@@ -41,9 +41,10 @@ class Objective(msgspec.Struct, frozen=True):
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
         """Return the costs per second of each device; an empty list if they are unknown.
 
-        `seen` are all measurements, and `devices` is the number of devices. Each device has two
-        costs: one while it trains, and one while only other devices train. The predicted value of a
-        split is its samples/s divided by the sum of these costs.
+        A cost is, for example, the power in watts. Each device has two costs: one while it trains,
+        and one while only other devices train. The predicted value of a split is its samples/s
+        divided by the sum of its devices' costs. `seen` are all measurements, and `devices` is the
+        number of devices.
         """
         return []
 

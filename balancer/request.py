@@ -125,7 +125,8 @@ def allows_passes(request: Request, framework: str) -> bool:
 def assigns_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned to devices by their cost.
 
-    This needs passes, input from PyTorch's loader, and an objective that uses the rows' lengths.
+    This requires passes, input from PyTorch's loader, and an objective that looks at the rows'
+    lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

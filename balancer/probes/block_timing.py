@@ -2,15 +2,17 @@
 
 The functions have no side effects: the caller runs the steps and measures their time.
 
-A `BlockTimer` warms up until two windows (series of warm-up steps) agree. It then requests blocks
-of steps until the 95 % interval of the mean step time is within `TIGHT`, or until the probe's time
-is used up. There are four exceptions:
+A `BlockTimer` first warms up. Warm-up steps are timed in series ("windows") until two consecutive
+windows take about the same time. It then requests blocks of steps until the 95 % interval of the
+mean step time is within `TIGHT`, or until the probe's time is used up. There are four exceptions:
 
-A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.
-If the first warm-up step takes longer than the probe's whole time, the probe ends with that step,
-and its precision is estimated from the difference to the previous step. A probe with a drift or
-throttling warning is timed again for half of its time, and keeps the warning. A whole run ends when
-its requested time or number of steps is reached, regardless of precision.
+- A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.
+- If the first warm-up step takes longer than the probe's whole time, the probe ends with that step.
+  Its precision is estimated from the difference to the step before.
+- A probe with a drift or throttling warning is timed again for half of its time, and keeps the
+  warning.
+- `evener probe` measures for a requested time or number of steps (a "whole" run), regardless of
+  precision.
 """
 
 from __future__ import annotations
@@ -140,9 +142,9 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took longer than the probe's whole time.
+        """True if the probe ends with its first warm-up step, because that took all of its time.
 
-        The probe then ends, and reports that step.
+        The probe then reports the duration of that step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
@@ -222,8 +224,8 @@ class BlockTimer:
     def _start_again(self) -> bool:
         """Start a second round if the first one drifted or was throttled. Return True if it starts.
 
-        The second round takes half the time, and only its blocks are reported. There is no
-        third round. A whole run isn't restarted, because it lasts for the requested time or
+        The second round takes half the time, and only its blocks are reported. There is no third
+        round. A whole run has no second round, because the user has requested its time or its
         number of steps.
         """
         timing = self.result()
@@ -272,7 +274,7 @@ class BlockTimer:
     def _list_undisturbed(self) -> list[Block]:
         """Return the blocks that other processes didn't disturb and that allocated no new memory.
 
-        Return all blocks if fewer than `FEWEST_BLOCKS` are left.
+        If they are fewer than `FEWEST_BLOCKS`, return all blocks.
         """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
@@ -319,9 +321,9 @@ class BlockTimer:
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
     """Return a warning about throttling, and whether it should be reported.
 
-    `clean` are the undisturbed blocks, and `step` is their mean step time. The warning's
-    value is the larger of two fractions: the throttled time that devices report, and the gap
-    between the mean and the median block. If devices report throttling, the warning names the
+    `clean` are the undisturbed blocks, and `step` is their mean step time. The value of the warning
+    is the fraction of the time for which devices report throttling or, if that is larger, the gap
+    between the mean block and the median block. If devices report throttling, the warning names the
     most throttled one.
     """
     spent = sum(block.wall_seconds for block in clean)
@@ -370,9 +372,9 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
     """True if the probe's interval is predicted to exceed `TOO_IMPRECISE` at its end.
 
-    `part` is the fraction of the probe's time that the blocks took. The prediction uses the median
-    difference between consecutive blocks, so that a single change of speed doesn't count as noise:
-    a probe with such a change needs its full time.
+    `part` is the fraction of the probe's time that the blocks took. The noise is estimated by the
+    median difference between consecutive blocks. A single change of speed thus doesn't count as
+    noise; a probe with such a change needs its full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -408,7 +410,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
     """Return the parts of one rank's mean step: the sums over its blocks, divided by `steps`.
 
     `steps` is the number of steps of all blocks. A part that is unknown in any block is None.
-    `taken_by` comes from the block in which the rank waited longest for cores.
+    `taken_by`, which names the programs that used the cores, comes from the block in which the rank
+    waited longest for cores.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:

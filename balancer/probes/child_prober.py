@@ -196,7 +196,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the loss of a host as a failure of the first rank on that host."""
+        """Return the error for a lost host: the first rank on that host has failed."""
         active = probe.layout.active
         rank = next(
             rank
@@ -294,7 +294,8 @@ class ChildProber:
     ) -> None:
         """Keep the children for later probes, and record the memory and cores that they used.
 
-        Until the other probes of the round end, the children continue to step.
+        As long as other probes of the round are running, the children continue to step, so that the
+        other probes are disturbed as before.
         """
         layout = seen.probe.layout
         group.fresh = False
@@ -321,8 +322,8 @@ class ChildProber:
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        `clean` is True if no child of this layout is running. Return an empty tuple if no such
-        bytes were found and some device doesn't report them.
+        `clean` is True if no child of this layout is running. Return an empty tuple if nothing was
+        found but some device doesn't report the memory of processes.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -336,10 +337,10 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the share for a warm-up step before the probe's own share; 0 for no such step.
+        """Return the share for an additional first step; 0 if no such step is needed.
 
-        TensorFlow traces the first batch size separately and the second for all sizes, so new
-        children first run a step of another size.
+        TensorFlow traces the first batch size separately, and the second one for all sizes. So new
+        children first run a step with another share than the probe's own.
         """
         request = self._resolved.request
         traced = (
@@ -428,7 +429,7 @@ class ChildProber:
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """Return the environment of a child on these devices.
 
-        Raises GroupError if the devices can't be used like that.
+        Raises GroupError if a child can't use these devices.
         """
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
@@ -547,8 +548,8 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
     `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
-    The workload's digest remains that of the first child. If the child reports a digest of its
-    model, that is used, because a training script compares it with its own model's.
+    The workload's digest is taken from the first child and then kept. It is the model's own digest
+    if the child reports one, so that a training script can compare it with its model's.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

@@ -101,7 +101,8 @@ class Child(RunningChild):
     """A worker process that `server` forks.
 
     Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
-    memory, if it has one, to which its peak memory is compared after it has exited.
+    memory, if it has one. After the child has exited, its peak memory is compared with that limit,
+    to find out whether memory ran out.
     """
 
     def __init__(
@@ -334,7 +335,8 @@ class ChildGroup:
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
         """Return the failures of those `silent` ranks whose host was lost, by rank.
 
-        They are reported too, because a lost host may be the reason why another rank failed.
+        A silent rank hasn't replied. Its lost host is a failure too, and may be the reason why
+        another rank failed.
         """
         found = {}
         for rank in silent:

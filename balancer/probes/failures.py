@@ -130,8 +130,8 @@ class GroupError(Exception):
     def root(self) -> RankFailure:
         """The failure that is most likely the root cause.
 
-        Failures for lack of memory are preferred, and then other failures by their kind. The
-        failures of ranks that only lost a peer come last.
+        A failure for lack of memory comes first. Failures that only follow from another rank's
+        failure come last. The others are ordered by their kind.
         """
         return min(
             self.failures,
@@ -152,7 +152,7 @@ def exit_failure(rank: int, end: Exited) -> RankFailure:
 def error_failure(rank: int, error: ChildError) -> RankFailure:
     """Return the failure of a rank whose child has reported an exception.
 
-    Its detail is one line: the user's line of code, the class and the text.
+    Its text is one line: the line of the user's code, the exception's class and its message.
     """
     memory = error_is_memory(error.types, error.text)
     words = one_line(error.text)
@@ -193,8 +193,8 @@ def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail
     """True if a child ran out of memory, judged by the way it exited.
 
     `code` is its exit code, negative if a signal killed it. `cap_share` is its peak memory as a
-    fraction of its memory cap; 0 without a cap. `kernel_killed` is True if the kernel has killed a
-    process for lack of memory.
+    fraction of its memory cap, or 0 without a cap. `kernel_killed` is True if the kernel has killed
+    a process for lack of memory. `stderr_tail` is the end of the child's output.
     """
     if code == -signal.SIGKILL:
         return kernel_killed
@@ -225,7 +225,7 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the number of the GPU that the text of an error names; None if none or several.
+    """Return the number of the GPU that an error's text names; None if it names none or several.
 
     It is the framework's number, which counts the GPUs that the process can see.
     """

@@ -85,9 +85,9 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
     """A child has built its workload, and reports whether later children can be forked with it.
 
-    If `obstacle` is empty, a copy of the child, with the workload in its memory, forks
-    children that are requested on this channel. Otherwise `obstacle` is the reason why there
-    is no such copy.
+    If `obstacle` is empty, the child has left a copy of itself. The copy has the workload in its
+    memory, and forks the children that are requested on this channel. Otherwise there is no copy,
+    and `obstacle` is the reason.
     """
 
     obstacle: str = ""
@@ -226,7 +226,7 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process adopt its descendants when their parents exit.
 
-    A copy of a child that outlives the child is then still recognized as a process of this search.
+    A child's copy may outlive the child. It is then still recognized as a process of this search.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -328,8 +328,8 @@ class ChildServer(ABC):
     def _note_build(self, obstacle: str) -> None:
         """Record that a child has built its workload.
 
-        `obstacle` is the reason why no children can be forked with that workload; empty
-        if they can.
+        `obstacle` is the reason why no children can be forked with that workload. It is empty if
+        they can be forked.
         """
 
     @abstractmethod
@@ -338,10 +338,11 @@ class ChildServer(ABC):
 
 
 class BuiltServer(ChildServer):
-    """A copy of a child that has built its workload, and whose own children needn't build it.
+    """The requesting end of a copy that a child has left after building its workload.
 
-    `far_end` is the descriptor of the channel for the child that builds. The copy exists once
-    `alive` is True.
+    Children that the copy forks have the workload already. `far_end` is the descriptor of the
+    copy's end of the channel, which is given to the child that builds. The copy exists once `alive`
+    is True.
     """
 
     def __init__(self) -> None:

@@ -52,9 +52,9 @@ class BuildWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record when the user's code reads a variable whose value differs by rank.
+        """Record when the user's code reads an environment variable whose value differs by rank.
 
-        The environment is watched inside the `with` block.
+        Reads are recorded inside the `with` block.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         kind = type(os.environ)
@@ -84,7 +84,7 @@ class BuildWatch:
         return ask
 
     def note(self, what: str) -> None:
-        """Record that `what` was asked for, if the user's own code asked for it."""
+        """Record that `what` was asked for, if a line of the user's code is on the stack."""
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             if frame.f_back is None:

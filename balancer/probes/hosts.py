@@ -124,12 +124,12 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return a running server that can fork a child with this environment, and a descriptor.
 
-        The server is a copy of a child that has built the user's workload, if there is one, and
-        otherwise a fork server, which is started if necessary. The descriptor is that of a channel
-        on which the new child may leave such a copy; None if it needn't.
+        The server is a copy of a child that has already built the user's workload, if there is one.
+        Otherwise it is a fork server, which is started if necessary. The descriptor is that of a
+        channel for a copy of the new child; it is None if no copy is needed.
 
-        A server is only used if all variables that affect the framework's import are equal, because
-        the server has already imported it.
+        A server has already imported the framework. So it is used only if all variables that affect
+        the import are equal.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -304,8 +304,8 @@ class RemoteChild(RunningChild):
 class RemoteHost:
     """One remote host of the cluster.
 
-    Its methods raise HostLostError if evener's actor on the host doesn't answer. `script` is a copy
-    of the user's files; None for a built-in workload.
+    Its methods raise HostLostError if evener's actor on that host doesn't answer. `script` is the
+    copy of the user's files to write on the host; None for a built-in workload.
     """
 
     def __init__(
@@ -502,7 +502,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the available memory, in bytes, of the host that has least.
+        """Return the available memory, in bytes, of the host that has the least of it.
 
         Lost hosts don't count.
         """

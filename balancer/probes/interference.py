@@ -129,7 +129,8 @@ class InterferenceMonitor:
         """Return the other processes that computed on each device since the last call, by position.
 
         `own` are the pids of the session's children, which don't count. A position is left out if
-        the driver lists no child on it, because the driver may then use other pids than this host.
+        the driver lists no child on it, because the driver may then number processes differently
+        than this host, as in a container.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -151,8 +152,8 @@ class InterferenceMonitor:
     def _round_up(self, position: int, short: int) -> int:
         """Return the held bytes to report: `short`, rounded up to a multiple of `STEP`.
 
-        If `short` doesn't exceed the last reported value, that value is returned again, so that
-        small changes aren't reported.
+        If `short` isn't above the last reported value, that value is returned again, so that small
+        changes aren't reported.
         """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -177,9 +178,9 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of the devices on this host, by position. Start them if necessary.
+        """Return the watches of the devices on this host, by position; start missing watches.
 
-        Devices whose kind has no driver to read are left out.
+        Devices without a driver that can be read are left out.
         """
         own = self._list_own_positions(positions)
         found = {}
@@ -256,7 +257,7 @@ class InterferenceMonitor:
 
 
 class DriverReader(Protocol):
-    """The interface of a source of vitals.
+    """A source of the vitals of devices, such as power and temperature. It is an interface.
 
     Devices are given by their positions in the request.
     """
@@ -265,7 +266,7 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """The interface of a source of vitals that also lists the processes that share a device."""
+    """A source of vitals that also lists the other processes on a device. It is an interface."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
@@ -273,8 +274,8 @@ class DeviceWatch(DriverReader, Protocol):
 class ProbeInterference:
     """Records how much a probe's devices were throttled in each block, and the power they drew.
 
-    `positions` are the devices of the probe. `idle` has readings of unused devices from before the
-    probe, from which their power is also computed.
+    `positions` are the devices of the probe. `idle` has the vitals of unused devices before the
+    probe, from which the power of these devices is computed.
     """
 
     def __init__(
@@ -343,9 +344,9 @@ def _add_lost(
 ) -> PartSeconds:
     """Return a rank's parts of a block, with the time that its device lost to lower clocks added.
 
-    `before` and `now` are the device's vitals before and after the block of `wall_seconds`. While
-    heat or power limits the clock, the lost fraction of the time is the clock's relative distance
-    from its highest value.
+    `before` and `now` are the device's vitals before and after the block, which took
+    `wall_seconds`. A device whose clock is limited to 80 % of its highest value, for example, loses
+    20 % of the time for which heat or power limits it.
     """
     if now is None or now.clock_fraction is None:
         return part
@@ -376,9 +377,9 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many used bytes of a GPU may belong to the driver itself.
+    """Return how many used bytes of a GPU may belong to its driver instead of another process.
 
-    `memory_bytes` is the GPU's memory. Fewer used bytes aren't attributed to other processes.
+    `memory_bytes` is the GPU's memory.
     """
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
@@ -399,10 +400,10 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return by which fraction of the time between two readings a counter of seconds rose.
+    """Return for which fraction of the time between two readings a condition held.
 
-    `counter` is the name of a field of `Vitals`. Return 0 if the device doesn't report it or there
-    is no earlier reading.
+    `counter` is the name of a field of `Vitals` that counts the seconds of the condition. Return 0
+    if the device doesn't report it or there is no earlier reading.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -87,7 +87,7 @@ def map_ranks(
     """Return the mapping of a group's ranks to positions of devices.
 
     `environments` has the environment of each child. `busy_cores` has the number of cores that a
-    step keeps busy, by position. For a position that no solo probe has measured, all threads
+    step keeps busy, by position. Before a position has been measured alone, all of its threads
     count as busy.
     """
     threads = environments[0].threads or 1
@@ -184,7 +184,7 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return a device limited to an equal part of its memory, for one of `processes` trainings."""
+    """Return a device whose memory limit is an equal part, for one of `processes` trainings."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -259,7 +259,8 @@ class MemoryBudget:
     def estimate_held(self, position: int, peak_bytes: int) -> int:
         """Return the bytes that a process on a device still holds while it is idle.
 
-        `position` is the device's position, and `peak_bytes` is the process's peak.
+        `position` is the device's position, and `peak_bytes` is the highest number of bytes that
+        the process has held.
         """
         return (
             round(peak_bytes * KEPT)
@@ -282,7 +283,7 @@ class MemoryBudget:
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
         """Return the idle groups whose children must be killed before these probes start.
 
-        `idle` has the bytes that each idle group holds, by position. Groups that will run the
+        `idle` has the bytes that each idle group holds, by position. Groups that are reused for the
         probes aren't returned.
         """
         wanted = {probe.layout.children for probe in probes}
@@ -324,10 +325,10 @@ class MemoryBudget:
     def _is_tight(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU has too little memory for a child beside the idle children.
+        """True if a GPU hasn't enough memory for a child while the idle children stay.
 
         The child needs `need` bytes; None (unknown) counts as the whole memory. `wanted` are the
-        groups that will run.
+        groups that are reused for the probes.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to rendezvous with the other ranks through a file.
+    """A command to meet the other ranks through a file.
 
     `world` is the number of ranks.
     """
@@ -44,7 +44,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """The first reply to `Join`: this rank can use its device, and waits for the other ranks."""
+    """The first reply to `Join`: this rank can use its device, and waits for the others."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

@@ -88,7 +88,7 @@ END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """A rank failed or didn't reply in time, so the all-reduce couldn't be measured."""
+    """An all-reduce couldn't be measured, because a rank failed or didn't reply in time."""
 
     def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
@@ -384,8 +384,8 @@ class _RankProcess:
     def receive(self) -> LinkReply | None:
         """Return the next reply.
 
-        Call this only once at least a part of the reply has arrived, because it blocks until the
-        rest has. Return None if the process has exited or has written something else.
+        It blocks until the whole reply has arrived, so call it only when a part of it is there.
+        Return None if the process has exited or has written something else.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)

@@ -241,8 +241,8 @@ class Measurement:
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
         """Make every rank reuse its next batch in all following steps, or take new batches again.
 
-        Steps on a kept batch don't wait for input, so their time shows what input costs. Return
-        False if the workload of a rank can't keep a batch.
+        Steps that reuse a batch don't wait for input, so their time shows what input costs. Return
+        False if the workload of a rank can't reuse a batch.
         """
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
@@ -317,9 +317,9 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing, with other processes on the ranks' devices added to its parts.
+        """Return the timing, with the processes of others on the ranks' devices added to its parts.
 
-        Return it unchanged if it has no parts.
+        A timing without parts is returned unchanged.
         """
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
@@ -418,8 +418,8 @@ class Measurement:
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """Return the replies, with their times scaled to the data's mean number of tokens per step.
 
-        Otherwise the random lengths of the rows in a block would add noise. The times are unchanged
-        if rows have no lengths.
+        The lengths of the rows in a block are random, and would add noise otherwise. If rows have
+        no lengths, the times are returned unchanged.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -444,9 +444,9 @@ class Measurement:
     def _cpu_share(self, ran: Ran) -> float | None:
         """Return the fraction of a block's time in which a process had all the cores it could use.
 
-        The process is the only one of its group. If the kernel doesn't report how long threads wait
-        for a core, return CPU time divided by wall time for a single thread, which waits for
-        nothing else. Return None if neither is possible.
+        The process has no other ranks to wait for. It is computed from the time that threads waited
+        for a core. If the kernel doesn't report that, it is CPU time divided by wall time, which is
+        valid only for a single thread. Return None if neither is possible.
         """
         if not self._ranks.own_cores:
             return None

@@ -64,7 +64,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
     """A command to run `steps` steps as one timed block. The reply is `Ran`.
 
-    They are repeated until `seconds` have passed; with 0, they run once.
+    If `seconds` isn't 0, the steps are repeated until that time has passed.
     """
 
     steps: int
@@ -264,8 +264,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 class Stack(msgspec.Struct, frozen=True):
     """The stack of a child's main thread.
 
-    `step` is what it does: importing packages, loading (running the user's file), building (calling
-    the user's function), or preparing (anything else).
+    `step` is what the child is doing: importing packages, loading (running the user's file),
+    building (calling the user's function), or preparing (anything else).
     """
 
     step: Step

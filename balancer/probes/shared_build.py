@@ -55,8 +55,9 @@ class SharedRecipe:
 class BuildChannel:
     """The channel on which a copy of this child may receive requests to fork children.
 
-    `descriptor` is the descriptor of its socket. `run` is called in these children, with the copy's
-    pid, the descriptor of another such channel and the recipe.
+    `descriptor` is the descriptor of its socket. Each child of the copy calls `run`. The arguments
+    are the copy's pid, the descriptor of a channel for a copy of that child in turn, and the
+    recipe.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every descriptor but one, and point the standard streams at /dev/null.
+    """Close every descriptor but `kept`, and point the standard streams at /dev/null.
 
-    The descriptors belong to the child. While this process has copies of them, a reader of the
-    child's pipes sees no end of file, even after the child has exited.
+    The descriptors belong to the child of which this process is a copy. While the copy has them
+    open, a reader of the child's pipes sees no end of file, even after the child has exited.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Measures simulated devices, with the machine's physics and seeded noise, on a virtual clock.
+"""Measures simulated devices on a virtual clock, with the machine's physics and random noise.
 
 The timing rules are those for real children, so intervals have the same meaning. A probe's noise
 depends only on the seed and the probe, never on earlier measurements.
@@ -92,7 +92,8 @@ class SimulatedProber:
     def facts(self) -> Facts:
         """Return the facts about the simulated model.
 
-        The digest of the workload is computed from the machine.
+        A simulated workload has no digest of its own, so the digest of the machine's description is
+        used.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -278,8 +279,8 @@ class _SimulatedProbe:
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
         """Return the mean power of each device in watts.
 
-        It is None if another probe uses the device, or if the machine doesn't specify it. Return an
-        empty tuple if no power is known.
+        A device's power is None if it runs another probe, or if the machine doesn't specify the
+        power. Return an empty tuple if no power is known.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -353,7 +354,8 @@ class _SimulatedProbe:
     def _draw(self, noise: float, steps: int) -> float:
         """Return a random factor for the duration of a block of `steps` steps.
 
-        `noise` is the relative standard deviation of one step. It averages out over the steps.
+        `noise` is the relative standard deviation of a single step. The more steps a block has, the
+        smaller is the deviation of their mean.
         """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 

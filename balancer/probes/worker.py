@@ -265,8 +265,8 @@ class Worker:
     def _name_takers(self, starved: Starvation) -> str:
         """Return the names of the programs that used the cores while this process lacked one.
 
-        Return "" if it lacked a core for less than `NAMED_FROM` of the time. Other processes of
-        this search don't count; they are recognized by their common ancestor, the fork server.
+        Return "" if it lacked a core for less than `NAMED_FROM` of the time. Processes of this
+        search aren't named; they are recognized by their common ancestor, the fork server.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -311,9 +311,9 @@ class Worker:
         """Spin to imitate a slower device, then run a step. Return the seconds spent spinning.
 
         The process spins before the step, because the other ranks of a group then wait for this
-        rank as they would for a slow device. The duration depends on the previous step: on its wall
-        time for a single process, but in a group only on its compute time (own work), because
-        waiting for other ranks isn't slowness.
+        rank as they would for a slow device. How long it spins depends on the previous step: for a
+        single process on its wall time, but in a group only on its compute time (own work), because
+        a slower device wouldn't have to wait longer for other ranks.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()

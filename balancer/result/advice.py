@@ -49,7 +49,8 @@ def advise(verdict: Verdict) -> Recommendation:
 def _find_reason(verdict: Verdict) -> str:
     """Return the reason to measure again before deciding; "" if the measurements suffice.
 
-    The reason is the code of a doubt, "uncertain" or "uncompared".
+    The reason is the code of a doubt about the measurements, "uncertain" (the samples/s are
+    imprecise), or "uncompared" (no simpler layout was measured).
     """
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
@@ -75,8 +76,8 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 def find_single(verdict: Verdict) -> Rival | None:
     """Return the one device that is as fast as a plan of several devices; None if there is none.
 
-    It was measured at the plan's batch, or at a smaller one if the user set no batch. Return None
-    also if the two could differ by more than a few percent.
+    The device must have been measured with the plan's batch, or with a smaller one if the user set
+    no batch. A device doesn't count if it may differ from the plan by more than a few percent.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:
