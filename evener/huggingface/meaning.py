@@ -398,20 +398,7 @@ def _find_together(
     With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
     ranks wait for that rank's part of the model, and exit when it exits.
     """
-    own = _Finding()
-    try:
-        own.found = find()
-    except RequestError as error:
-        own = _Finding(message=error.message, remedy=error.remedy)
-    except Exception as error:
-        if in_shards and is_out_of_memory(error):
-            raise DeviceError(NO_MEMORY, MORE_MEMORY) from error
-        own = _Finding()
-        why = "memory ran out" if is_out_of_memory(error) else describe_error(error)
-        if keeps_launcher and not is_out_of_memory(error):
-            own = _Finding(message=why)
-        else:
-            warnings.warn(NOT_AUDITED.format(why), stacklevel=2)
+    own = _find_alone(find, keeps_launcher, in_shards)
     every = [own]
     if dist.is_available() and dist.is_initialized():
         every = gather_messages(own, _Finding)
@@ -419,6 +406,25 @@ def _find_together(
         if each.message:
             raise RequestError(each.message, each.remedy)
     return next((each.found for each in every if each.found is not None), None)
+
+
+def _find_alone(
+    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
+) -> _Finding:
+    """Return this rank's result of `find`, or the message of its error; see `_find_together`."""
+    try:
+        return _Finding(find())
+    except RequestError as error:
+        return _Finding(message=error.message, remedy=error.remedy)
+    except Exception as error:
+        ran_out = is_out_of_memory(error)
+        if in_shards and ran_out:
+            raise DeviceError(NO_MEMORY, MORE_MEMORY) from error
+        why = "memory ran out" if ran_out else describe_error(error)
+        if keeps_launcher and not ran_out:
+            return _Finding(message=why)
+        warnings.warn(NOT_AUDITED.format(why), stacklevel=2)
+        return _Finding()
 
 
 # ------------------------------------------------------------------ labels that are ignored
