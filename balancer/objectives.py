@@ -80,13 +80,19 @@ class Energy(Objective, frozen=True):
         The first is the highest power that was measured, and the second the lowest. An unknown
         power is 0. Return an empty list if no device reports its power while it trains.
         """
-        drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
-        found = []
-        for i in range(devices):
-            active = [watts[i] or 0.0 for layout, watts in drawn if i in layout.active]
-            idle = [watts[i] or 0.0 for layout, watts in drawn if i not in layout.active]
-            found.append((max(active, default=0.0), min(filter(None, idle), default=0.0)))
-        return found if any(active for active, _ in found) else []
+        active = [0.0] * devices
+        idle: list[list[float]] = [[] for _ in range(devices)]
+        for one in seen:
+            for i, watts in enumerate(one.watts):
+                if not watts:
+                    continue
+                if i in one.probe.layout.active:
+                    active[i] = max(active[i], watts)
+                else:
+                    idle[i].append(watts)
+        if not any(active):
+            return []
+        return [(most, min(others, default=0.0)) for most, others in zip(active, idle, strict=True)]
 
     def write(self, value: float) -> str:
         """Return a value as text, such as `3.45 samples per joule`."""

@@ -63,13 +63,16 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
     angles = np.pi * labels / classes
-    down, right = np.mgrid[0:side, 0:side].astype(np.float32) / side
+    positions = np.mgrid[0:side, 0:side].astype(np.float32)
+    down, right = positions / side
     phase = random.uniform(0, 2 * np.pi, (rows, 1, 1, 3))
     by_row = angles[:, None, None]
     along = np.cos(by_row) * right + np.sin(by_row) * down
-    waves = np.sin(8 * np.pi * along[..., None] + phase)
+    of_each_color = along[..., None]
+    waves = np.sin(8 * np.pi * of_each_color + phase)
     noise = NOISE * random.standard_normal(waves.shape)
-    return (waves + noise).astype(np.float32), labels
+    pictures = waves + noise
+    return pictures.astype(np.float32), labels
 
 
 def sine_waves(

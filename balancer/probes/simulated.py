@@ -303,10 +303,13 @@ class _SimulatedProbe:
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
-        if not any(parts):
-            return step / min(speeds[i] for i in self._probe.layout.active), parts
+        longest = max(filter(None, parts), default=0.0)
+        if not longest:
+            slowest = min(speeds[i] for i in self._probe.layout.active)
+            return step / slowest, parts
         held = tuple(part and part / speed for part, speed in zip(parts, speeds, strict=True))
-        return step + max(filter(None, held)) - max(filter(None, parts)), held
+        longest_held = max(filter(None, held))
+        return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
         """Return the lost fraction of speed and the position of the most throttled device.

@@ -239,14 +239,16 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
     If all devices failed for the same reason, return a single clause.
     """
-    smallest = _find_smallest(seen)
-    positions = sorted(smallest)
-    failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
-    reasons = {_describe_reason(one, devices[i]) for i, one in failed.items()}
-    if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
-        labels = join_words([devices[i].label for i in positions])
-        return [f"{labels} failed{_join_phase(reasons.pop())}"]
-    return [_describe(i, smallest[i], devices[i]) for i in positions]
+    smallest = dict(sorted(_find_smallest(seen).items()))
+    reasons = []
+    for i, one in smallest.items():
+        if isinstance(one, Failed):
+            reasons.append(_describe_reason(one, devices[i]))
+    all_failed = len(reasons) == len(smallest)
+    if len(smallest) > 1 and all_failed and len({*reasons}) == 1:
+        labels = join_words([devices[i].label for i in smallest])
+        return [f"{labels} failed{_join_phase(reasons[0])}"]
+    return [_describe(i, one, devices[i]) for i, one in smallest.items()]
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:

@@ -104,13 +104,18 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
     Shares are multiples of `quantum`. Return None if a device would have no rows left.
     """
-    shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
-    if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
-        return None
-    micro: tuple[int, ...] = ()
+    shares = []
+    for share in layout.shares:
+        smaller = int(share * RETREAT) // quantum * quantum
+        if share and not smaller:
+            return None
+        shares.append(smaller)
+    micro = []
     if layout.in_passes:
-        micro = tuple(-(-share // max(1, layout.passes(i))) for i, share in enumerate(shares))
-    return msgspec.structs.replace(layout, shares=shares, micro=micro)
+        for i, share in enumerate(shares):
+            passes = max(1, layout.passes(i))
+            micro.append(-(-share // passes))  # rounded up
+    return msgspec.structs.replace(layout, shares=tuple(shares), micro=tuple(micro))
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:

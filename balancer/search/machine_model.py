@@ -30,6 +30,7 @@ from .model.step_time import rising_line
 from .observations import Observations
 from .time_left import TimeLeft
 
+LEAST_SYNC_ERROR = 1e-9  # seconds; avoids division by 0
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds
 ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
@@ -47,7 +48,11 @@ def fit_exchange_costs(
     within = fit_sync_costs(on_one, devices)
     on_several = [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1]
     across = fit_sync_costs(on_several, hosts)
-    return tuple((*within[:2], *(cost + more for cost in within[2:])) for more in across)
+    found = []
+    for network in across:
+        of_several_devices = [cost + network for cost in within[2:]]
+        found.append((*within[:2], *of_several_devices))
+    return tuple(found)
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
@@ -56,15 +61,30 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
     Costs are linear in the number, and never decrease. If only one number of devices was measured,
     fewer cost proportionally less, and more cost the same. Without samples, all costs are 0.
     """
-    found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
-    widest = max((others for others, _, _ in found), default=1)
-    # only one number of devices was measured, or none
-    if all(others == widest for others, _, _ in found):
-        weights = math.fsum(weight for _, _, weight in found) or 1.0
-        cost = math.fsum(weight * cost for _, cost, weight in found) / weights
-        return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
-    base, each = rising_line(found)
-    return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(most + 1))
+    # the cost of k devices depends on the number of others, k - 1
+    found = []
+    for k, cost, error in samples:
+        weight = max(error, LEAST_SYNC_ERROR) ** -2
+        found.append((k - 1, max(0.0, cost), weight))
+    measured = {others for others, _, _ in found}
+    further = range(1, most)  # others of 2 to `most` devices
+    if len(measured) > 1:
+        base, each = rising_line(found)
+        costs = [base + each * others for others in further]
+    else:
+        widest = max(measured, default=1)
+        cost = _weighted_mean(found)
+        costs = [cost * min(1.0, others / widest) for others in further]
+    alone = (0.0, 0.0)[: most + 1]
+    return (*alone, *costs)
+
+
+def _weighted_mean(samples: Sequence[tuple[float, float, float]]) -> float:
+    """Return the mean of the second values, weighted by the third; 0 without samples."""
+    weights = math.fsum(weight for _, _, weight in samples)
+    if not weights:
+        return 0.0
+    return math.fsum(weight * value for _, value, weight in samples) / weights
 
 
 class MachineModel:

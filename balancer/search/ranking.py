@@ -136,22 +136,31 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
       or, if the tolerance is smaller, by less than the tolerance.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
-    leader = max(ran, key=lambda one: rates[one.layout])
+
+    def rate(one: Candidate) -> float:
+        return rates[one.layout]
+
+    leader = max(ran, key=rate)
     lead = turns[leader.layout]
     gaps = {one.layout: compare_turns(turns[one.layout], lead).interval().value for one in ran}
+
+    def gap(one: Candidate) -> float:
+        return gaps[one.layout]
+
     objective = find_objective(problem.objective)
     if objective.trades_speed:
-        quick = [one for one in ran if gaps[one.layout] >= -problem.max_slowdown]
-        return max(
-            [leader, *quick],
-            key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()),
-        )
+        quick = [one for one in ran if gap(one) >= -problem.max_slowdown]
+
+        def worth(one: Candidate) -> float:
+            return objective.value(rate(one), turns[one.layout].values())
+
+        return max([leader, *quick], key=worth)
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         within = _list_tolerable(ran, turns, lead, problem.tolerance)
-        return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout]))
+        return min([leader, *within], key=lambda one: (one.layout.global_batch, -gap(one)))
     margin = min(TIE, problem.tolerance)
-    close = [one for one in ran if one is leader or abs(gaps[one.layout]) < margin]
-    return min(close, key=lambda one: (one.simplicity, -rates[one.layout]))
+    close = [one for one in ran if one is leader or abs(gap(one)) < margin]
+    return min(close, key=lambda one: (one.simplicity, -rate(one)))
 
 
 def _list_tolerable(
@@ -210,9 +219,12 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
-    ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
-    squares = [step_error(a) ** 2 + step_error(b) ** 2 for a, b in pairs]
-    assumed = fmean(squares) + PROBE_DRIFT**2
+    ratios = []
+    variances = []
+    for a, b in pairs:
+        ratios.append(a.samples_per_second / b.samples_per_second - 1)
+        variances.append(step_error(a) ** 2 + step_error(b) ** 2)
+    assumed = fmean(variances) + PROBE_DRIFT**2
     deviation = _pooled_deviation(assumed, ratios)
     if common:
         return Difference(fmean(ratios), deviation, len(ratios))

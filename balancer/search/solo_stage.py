@@ -128,17 +128,24 @@ class SoloStage:
 
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
-        # True if a plan is possible without these devices
-        if any(len(one.evidence.alone) > 1 for one in self._live):
-            affordable = self._has_time(costs[last], _step_seconds(last, due[last]))
-        else:  # without a second batch, there is no curve
-            layout = solo(self._problem.devices, last.position, due[last])
-            affordable = self._budget.affords(layout, Stage.RACE, _step_seconds(last, due[last]))
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
         gain = _optimistic_rate(due, kept) / max(known_rate, LEAST_RATE)
-        if not affordable or not self._budget.pays(gain, costs[last]):
+        pays = self._budget.pays(gain, costs[last])
+        if not pays or not self._affords_second(last, due[last]):
             return {}
         return {one: due[one] for one in kept}
+
+    def _affords_second(self, one: DeviceModel, batch: int) -> bool:
+        """True if the budget allows a round with this second batch of a device.
+
+        Without a second batch on any device, there is no curve, so that round may take the time
+        that is otherwise kept for later stages.
+        """
+        step_seconds = _step_seconds(one, batch)
+        if any(len(other.evidence.alone) > 1 for other in self._live):
+            return self._has_time(self._probe_seconds(one, batch), step_seconds)
+        layout = solo(self._problem.devices, one.position, batch)
+        return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
         """Return a round of the optimistic layout's batches that would show something new.

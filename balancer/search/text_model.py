@@ -388,8 +388,11 @@ class TextModel(MachineModel):
         """
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
-        teams = [able, *([i for i in able if self.hosts[i] == host] for host in hosts)]
-        found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
+        on_one_host = [[i for i in able if self.hosts[i] == host] for host in hosts]
+        found = []
+        for team in (able, *on_one_host):
+            # all of them, then without the slowest, ..., down to the two fastest
+            found += [sorted(team[:count]) for count in range(len(team), 1, -1)]
         holding = [team for team in found if self.can_hold(team)]
         if not holding:
             return None

@@ -52,10 +52,14 @@ class TextPolicy:
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
                 ran[seen.probe.layout.active] = seen.probe.layout
-        holding = [i for i in self.machine.devices_with_cost if self.machine.can_hold((i,))]
-        layouts = [ran.get((i,)) or self.machine.layout((i,), self.machine.batch) for i in holding]
-        whole = [layout for layout in layouts if self.seen.first_failure(layout) is None]
-        return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]
+        layouts = []
+        for i in self.machine.devices_with_cost:
+            if not self.machine.can_hold((i,)):
+                continue
+            layout = ran.get((i,)) or self.machine.layout((i,), self.machine.batch)
+            if self.seen.first_failure(layout) is None:
+                layouts.append(layout)
+        return sorted(layouts, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
         """Return the last split that exploration measured, and the fastest measured split.

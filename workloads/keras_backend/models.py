@@ -205,13 +205,18 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
     The rating is computed on the first device.
     """
     x, y = batch
-    ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
-    with tf.device(places[0][0]):
-        loss = model.compute_loss(x=x, y=y, y_pred=model.get_layer("rating")(ends))
+    variables = model.trainable_variables
+    ends = []
+    for tower, devices, flow in zip(TOWERS, places, x, strict=True):
+        ends.append(call_tower(model, tower, devices, flow))
+    first_device = places[0][0]
+    with tf.device(first_device):
+        rating = model.get_layer("rating")(ends)
+        loss = model.compute_loss(x=x, y=y, y_pred=rating)
+        scaled = model.optimizer.scale_loss(loss)
         # unlike a tape, this computes an operation's gradient on the operation's device
-        weights = [each.value for each in model.trainable_variables]
-        gradients = tf.gradients(model.optimizer.scale_loss(loss), weights)
-    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        gradients = tf.gradients(scaled, [each.value for each in variables])
+    model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
     return {"loss": loss}
 
 

@@ -71,17 +71,24 @@ class Tiles:
 
         `rows` and `columns` are half-open ranges. Positions outside the image are 0.
         """
+        # `rows` and `columns` have one edge more than there are tiles along their axis
+        across = [_within(columns, left) for left in self.columns[:-1]]
         bands = []
-        for tiles, top in zip(self.parts, self.rows, strict=False):
-            down = slice(max(0, rows[0] - top), max(0, rows[1] - top))
-            across = (
-                slice(max(0, columns[0] - left), max(0, columns[1] - left)) for left in self.columns
-            )
-            pieces = (tile[:, :, down, right] for tile, right in zip(tiles, across, strict=False))
-            bands.append(_join([piece.to(device, non_blocking=True) for piece in pieces], 3))
-        border = (-columns[0], columns[1] - self.columns[-1], -rows[0], rows[1] - self.rows[-1])
+        for tiles, top in zip(self.parts, self.rows[:-1], strict=True):
+            down = _within(rows, top)
+            pieces = [tile[:, :, down, right] for tile, right in zip(tiles, across, strict=True)]
+            here = [piece.to(device, non_blocking=True) for piece in pieces]
+            bands.append(_join(here, 3))
         inside = _join(bands, 2)
-        return F.pad(inside, [max(0, each) for each in border]) if max(border) > 0 else inside
+        outside = (-columns[0], columns[1] - self.columns[-1], -rows[0], rows[1] - self.rows[-1])
+        border = [max(0, size) for size in outside]
+        return F.pad(inside, border) if any(border) else inside
+
+
+def _within(positions: tuple[int, int], first: int) -> slice:
+    """Return the part of a tile that begins at position `first` which is in a half-open range."""
+    begin, end = positions
+    return slice(max(0, begin - first), max(0, end - first))
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:

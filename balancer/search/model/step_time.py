@@ -120,8 +120,9 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and (point.batch == groups[-1][-1].batch or _is_same(groups[-1][0], point, near)):
-            groups[-1].append(point)
+        last = groups[-1] if groups else []
+        if last and (point.batch == last[-1].batch or _is_same(last[0], point, near)):
+            last.append(point)
         else:
             groups.append([point])
     return [_average(group) for group in groups]
@@ -171,9 +172,11 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
     """
     before = points[:cut]
     rest = points[cut:]
-    level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
+    weights = math.fsum(p.weight for p in before)
+    level = math.fsum(p.weight * p.seconds for p in before) / weights
     if len(rest) > 1:
-        return _straight_curve(*rising_line(_weighted(rest), intercept_not_negative=False), level)
+        fixed, slope = rising_line(_weighted(rest), intercept_not_negative=False)
+        return _straight_curve(fixed, slope, level)
     # one point on the slope: the knee is unknown; the line is steepest after the longest level
     # stretch
     left = points[cut - 1]
