@@ -188,8 +188,8 @@ def _read_budget(record: JournalContents) -> float | None:
 def _check_request(header: Header, request: Request) -> None:
     """Raise RequestError if an option that was given differs from the run's original request.
 
-    With another option, the earlier measurements wouldn't be valid. Options at their defaults count
-    as not given, and those in `CHANGEABLE` may differ.
+    With another option, the earlier measurements wouldn't be valid. An option with its default
+    value counts as not given. The options in `CHANGEABLE` may differ.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
@@ -204,9 +204,9 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the run's user code failed and nothing was measured.
+    """Raise RequestError if the user's code failed before anything was measured.
 
-    Resuming such a run would have no measurement to reuse.
+    It would be pointless to resume such a run, because there is no measurement to reuse.
     """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)

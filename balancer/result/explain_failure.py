@@ -95,10 +95,10 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the place where the workload's function is defined, as the end of an error message.
+    """Return the end of an error message that names the definition of the workload's function.
 
-    Return "" if the message `why` already names a line of the user's file, or if the file
-    can't be read.
+    It tells the user where an error without a line of its own came from. Return "" if the message
+    `why` already names a line of the user's file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -137,10 +137,10 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return the memory that the fewest measured rows took on each device, beside its state.
+    """Return as text how much memory each device needs for the fewest rows measured on it.
 
-    `state` is the model's, and `tried` are the observations of sharded steps. A device measured
-    alone holds only a small part of the state, which is subtracted.
+    The model's state isn't included: each device was measured alone with a small part of it, which
+    is subtracted. `state` is the model's state, and `tried` are the observations of sharded steps.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -162,7 +162,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices of the probes that had this outcome."""
+    """Return the positions of all devices of those probes that had this outcome."""
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
@@ -197,7 +197,7 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return the phases before the timed steps in which probes are still running.
+    """Return the phases in which probes are still running that haven't timed any steps yet.
 
     `running` are the latest reports of these probes. Each phase has the labels of its devices, the
     longest time spent in it, and the line of the user's code if it is known.
@@ -222,10 +222,10 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return the phase as the user knows it, and what is imported or built in it.
+    """Return a phase in the user's terms, and the name of what is imported or built in it.
 
-    That is the workload, or the function that builds it. A built-in workload has no function of the
-    user's, so it is prepared, not built.
+    That is the workload, or the function that builds it. A built-in workload isn't built by a
+    function of the user, so it is said to be prepared.
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
@@ -235,7 +235,7 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Return one clause per failed device, about its failure with the fewest rows.
+    """Return a clause for each failed device about its failure, the one with the fewest rows.
 
     If all devices failed for the same reason, return a single clause.
     """
@@ -273,9 +273,10 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return what follows "failed" in a sentence, such as ` while warming up: ValueError`.
+    """Return a reason for a failure so that it can follow the word "failed" in a sentence.
 
-    `why` is the reason, which may begin with the phase.
+    `why` is the reason, which may begin with a phase. The result is, for example, ` while warming
+    up: ValueError`.
     """
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"

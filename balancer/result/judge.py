@@ -150,7 +150,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """Return the chosen layout in the form of the verdict.
+    """Return the verdict's description of the chosen layout.
 
     `labels` has the label of every device.
     """
@@ -187,9 +187,9 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return a layout's samples/s in the form of the verdict.
+    """Return the verdict's entry for a layout's samples/s, which are in `interval`.
 
-    `interval` has the samples/s. If rows have lengths, the result also has tokens/s and padding.
+    If rows have lengths, it also has tokens/s and padding.
     """
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
@@ -277,8 +277,8 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
     """Compare each device alone with the plan, at the plan's batch if possible.
 
-    A device that didn't run alone at the plan's batch is compared at its fastest batch. If the plan
-    is one device, that device has the plan's samples/s.
+    A device that wasn't measured alone at the plan's batch is compared at its fastest batch. If the
+    plan is one device, that device has the plan's samples/s.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -309,11 +309,11 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the layouts to compare the plan with, in the form of the verdict.
+    """Return the verdict's entries for the layouts with which the plan is compared.
 
-    They are the rivals of the race, each device alone, and the fastest layout of all unless
-    that is the plan. They get distinct names. The single device with which the plan is
-    compared comes first.
+    They are the rivals of the race, each device alone, and the fastest layout of all unless that is
+    the plan. All have distinct names. The single device with which the plan is compared comes
+    first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
@@ -338,9 +338,9 @@ def _choose_single(
 ) -> ComparedLayout | None:
     """Return the single device to compare the plan with; None if there is none.
 
-    `alone` has all devices alone. It is the device that was raced, unless another device was faster
-    at the same batch but no faster than the plan. A device that was faster than the plan doesn't
-    count, because it was measured while the machine was faster.
+    It is the device that took part in the race. Another device is preferred if it was faster at the
+    same batch, but not if it was even faster than the plan: it was then measured at a time when the
+    machine was faster. `alone` has the comparisons of all devices alone.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -359,9 +359,9 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the layout with the most samples/s at the requested batch, compared with the plan.
+    """Return the fastest of all measured layouts at the requested batch, compared with the plan.
 
-    Return an empty list if that layout is among the `known` ones, or isn't faster than the plan.
+    Return an empty list if that layout is in `known`, or isn't faster than the plan.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -379,10 +379,11 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return a layout that was compared with the plan in the form of the verdict.
+    """Return the verdict's entry for a layout that was compared with the plan.
 
-    `name` is its name if it isn't a single device. `labels` has the label of every device. `alone`
-    has the comparisons of single devices, whose samples/s may have been higher than in the race.
+    `name` is used unless the layout is a single device. `labels` has the label of every device.
+    `alone` has the comparisons of devices alone: if the device was faster there than in the race,
+    the entry says so.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -436,11 +437,11 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than the plan, if the plan is one device.
+    """Return why the best split is slower than a plan that uses one device.
 
-    The cause is synchronization, or time that a smaller share doesn't reduce. If neither explains
-    the loss, the result has the measured times and no cause. Return None if the split isn't
-    certainly slower or no times are known.
+    There are two possible causes: synchronization takes time, or a smaller share doesn't take
+    proportionally less time. If neither explains the difference, the result has the measured times
+    and no cause. Return None if the split isn't certainly slower, or if no times are known.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -471,8 +472,8 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
     """Return why the plan is much slower than the sum of the samples/s of all devices alone.
 
-    Return None if it isn't much slower or a device wasn't measured alone. Return None also if
-    `limits` contain waiting for rows or cores, because that explains it.
+    Return None if it isn't much slower, or if a device wasn't measured alone. If `limits` contain
+    waiting for rows or for cores, that explains the difference, and the result is None too.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -496,8 +497,9 @@ def _find_cause(
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
     """Return the cause of the `lost` seconds of a step.
 
-    `by_share` are the seconds that the largest share loses because its batch is small, and
-    `by_exchange` those that synchronization takes. A cause must explain most of the loss.
+    `by_share` are the seconds lost because the largest share is a small batch, which a device
+    computes less efficiently. `by_exchange` are the seconds that synchronization takes. A cause
+    counts only if it explains most of the lost time.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -511,8 +513,8 @@ def _find_cause(
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield each device that works but has no share in the plan, and why.
 
-    The reason is the speed of the fastest split that uses the device, or that no such split was
-    measured near the plan's batch.
+    The reason is the samples/s of the fastest split that uses the device. If no such split was
+    measured near the plan's batch, that is the reason.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -590,7 +592,7 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the chosen layout's value of the objective, if the objective may cost speed.
+    """Return the value that the chosen layout has for an objective that may cost speed.
 
     Return None for an objective that chooses by speed, or if the value is unknown.
     """
@@ -624,9 +626,9 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Yield the requested families that aren't compared because rows are assigned by cost.
+    """Yield the requested families that can't be compared because rows are assigned by cost.
 
-    These families, such as packs, train by numbers of rows.
+    A family such as packs assigns a number of rows to each device, without regard to their lengths.
     """
     if not report.mean_length:
         return
@@ -636,9 +638,10 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield the layouts for which the budget left no time, with a budget that should be enough.
+    """Yield the layouts that weren't measured because the budget ran out.
 
-    `devices` is the number of devices. Yield nothing if the run was interrupted or has no budget.
+    Each has a budget that should be enough. `devices` is the number of devices. Yield nothing if
+    the run was interrupted or has no budget.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
@@ -663,7 +666,7 @@ def _name_missing(one: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, with the smaller layouts measured instead.
+    """Return the layouts that ran out of memory, each with the smaller layout that replaced it.
 
     `devices` is the number of devices.
     """
@@ -684,9 +687,10 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return a note that the budget ran out before any split was tried; None if one was tried.
+    """Return a note that the budget ran out before any split was measured.
 
     The note has the seconds that starting processes took, and a budget that should be enough.
+    Return None if a split was measured.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)

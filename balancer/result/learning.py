@@ -47,9 +47,10 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how many samples the chosen batch is worth, and the same for other measured batches.
+    """Return how much less a sample is worth in the chosen batch than in a very small one.
 
-    If the script's `own` batch is known, the result also compares the chosen batch with it.
+    The result has this for the other measured batches too. If the script's `own` batch is known,
+    the result also compares the chosen batch with it.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch

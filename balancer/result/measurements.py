@@ -35,12 +35,12 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[MeasurementDoubt, ...]:
-    """Return the doubts about the chosen layout's measurements, the worst of each kind.
+    """Return the doubts about the chosen layout's measurements; of each kind, only the worst.
 
-    Two doubts are reported for any layout: a loss that was NaN or infinite, and measurements of one
-    layout that differ. `error` is the relative error of the samples/s; if it is given, it decides
-    whether the measurements were too noisy. If only single steps of the layout were timed, one
-    doubt says so instead of how short and noisy each was.
+    Two kinds are reported for every measured layout: a loss that was NaN or infinite, and repeated
+    measurements that differ. `error` is the relative error of the samples/s; if it is given, it
+    decides whether the measurements were too noisy. If all probes of the layout timed only a single
+    step, a doubt about that replaces the doubts about noise and short measurements.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -59,28 +59,28 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many steps of the chosen layout were timed, if all of its probes timed one step.
+    """Return how often the chosen layout was measured by only a single step.
 
-    Return 0 if a probe timed more steps, so that their noise is known.
+    Return 0 if any of its probes timed more steps, so that their noise is known.
     """
     own = [one for one in seen if isinstance(one, Timed) and one.probe.layout == chosen]
     return len(own) if all(one.lone for one in own) else 0
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return a number that is larger, the more serious a doubt is.
+    """Return how serious a doubt is, for comparison with other doubts of its kind.
 
-    The earlier a loss was NaN or infinite, the worse.
+    A loss that was NaN or infinite is more serious, the earlier it happened.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the doubts of the chosen layout's measurements, and losses that were NaN or infinite.
+    """Yield the doubts about the chosen layout, and every loss that was NaN or infinite.
 
-    If the layout uses several devices, rivals in the race that were mostly disturbed by other
-    programs also count. The ranks of a group can't distinguish such a disturbance from waiting for
-    each other, so the rivals' measurements are the evidence.
+    For a layout on several devices, disturbances of other layouts in the race count too, if they
+    lasted for most of a measurement. The ranks of a group can't tell such a disturbance from
+    waiting for each other, so it may be missing in the chosen layout's own measurements.
     """
     for one in seen:
         if isinstance(one, Timed):
@@ -94,11 +94,11 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for every two measurements of one layout that differ too much.
+    """Yield a doubt for each two measurements of the same layout that differ too much.
 
-    They differ by over 10 %, and their intervals don't overlap. The doubt has the gain of the
-    faster one. A slower measurement from the solo stage doesn't count if the faster one is from
-    another stage, because the solo stage runs all devices at the same time.
+    That is by more than 10 %, without an overlap of their intervals. The doubt has the difference.
+    If the slower one is from the solo stage and the faster one from a later stage, they may differ:
+    in the solo stage, all devices run at the same time.
     """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
@@ -114,7 +114,7 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
 def describe_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
 ) -> tuple[VerdictDoubt, ...]:
-    """Return the doubts in the form of the verdict, with labels instead of positions."""
+    """Return the verdict's entries for these doubts, with the labels of devices."""
     return tuple(
         VerdictDoubt(
             one.code,
@@ -149,8 +149,8 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """Return the number of rows above which the user's own code raises an exception.
 
-    An error that occurs only above the numbers of rows that ran shows a limit of the code; one that
-    also occurs below doesn't. Return None if there is no such limit.
+    There is such a limit if an error occurred only with more rows than any that ran without an
+    error. Otherwise return None.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -191,7 +191,7 @@ UNEQUAL_RATIO = 1.25
 def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
-    """Return the two devices of one product and limit whose speeds alone differ most.
+    """Return the two equal devices, alike in product and limit, whose speeds alone differ most.
 
     Speeds are compared at the same batch. Return None if no two differ by at least 25 %.
     """
@@ -235,8 +235,8 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    Either nothing ran on such a device, or probes ran at first and then always failed. In the
-    second case, the device is returned only if the plan doesn't use it or if it was lost.
+    On such a device, all probes have failed, or all probes after the first ones. A device on which
+    some probes ran is returned only if it was lost or if the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()

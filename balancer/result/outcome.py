@@ -73,10 +73,10 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it will be read back from the journal.
+    """Return the verdict as it will be when it is read back from the journal.
 
-    If a resumed run ends the same way, its end then equals the recorded one and isn't written
-    again.
+    If a resumed run ends in the same way, the new end is then equal to the recorded one, and isn't
+    written again.
     """
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
 
@@ -104,8 +104,8 @@ def _list_rivals(
 ) -> list[_Named]:
     """Return all rivals, and the best single device, with their names and kinds of evidence.
 
-    The fastest layout with a larger batch is listed once more as such, if it is faster than the
-    plan. `devices` is the number of devices.
+    If a layout with a larger batch is faster than the plan, the fastest such layout has a second
+    entry that says so. `devices` is the number of devices.
     """
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
@@ -126,9 +126,9 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch, and at the plan's batch if that differs.
+    """Yield each device alone at its fastest batch, and at the plan's batch if that is another.
 
-    A device that was compared in the race has the result of that comparison.
+    A device that took part in the race has the result of the race.
     """
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
@@ -206,7 +206,7 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """Return a layout in the form of a plan.
+    """Return the plan's entry for a layout.
 
     The chosen layout also has its devices' throughput curves and, if it is sharded, their memory.
     """
@@ -253,7 +253,7 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return a layout's samples/s in the form of a plan.
+    """Return the plan's entry for a layout's samples/s.
 
     Tokens per second and energy are included if they are known.
     """

@@ -72,7 +72,7 @@ NEAR = 2  # relative to a split's batch: the largest batch of a plan with which 
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """Another layout that ran, compared with the chosen one.
+    """A layout that was measured, compared with the chosen layout.
 
     `gain` is the chosen layout's samples/s divided by this layout's, minus 1. `paired` is True if
     `gain` was measured in alternating turns.
@@ -101,7 +101,8 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     def gain_of(self, chosen: Result) -> float:
         """Return the gain of the chosen layout over this one.
 
-        It is computed from the printed samples/s, unless it was measured in turns.
+        A gain that was measured in turns is returned as it is. Otherwise it is computed from the
+        samples/s as they are printed.
         """
         return (
             self.gain
@@ -118,9 +119,10 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    They are compared by their turns if the chosen layout won the race, and otherwise by samples/s.
-    If the plan is one device or a pack, the fastest split among the `results` comes first, even if
-    it wasn't raced. The best `single` device comes last if no single device was raced.
+    If the chosen layout won the race, they are compared by their turns of the race, and otherwise
+    by samples/s. If the plan is one device or a pack, the fastest split in `results` comes first,
+    even if it wasn't in the race. The best `single` device comes last if no single device was in
+    the race.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -158,8 +160,8 @@ def compare(
 ) -> ComparedLayout:
     """Compare a rival with the chosen layout.
 
-    They are compared by their samples/s; `interval` has the rival's. If these tie or disagree with
-    the turns of the race (`in_turn`), the gain is taken from the turns.
+    They are compared by their samples/s; `interval` has the rival's. The gain is taken from the
+    turns of the race (`in_turn`) instead if the samples/s tie, or if they contradict the turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -187,9 +189,9 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gap over a rival, from the rival's gap over the chosen layout.
+    """Return the chosen layout's gain over a rival, computed from the rival's gain over it.
 
-    `against` was measured in turns.
+    `against` is the rival's gain, which was measured in turns.
     """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
@@ -200,7 +202,7 @@ def _reverse_gap(against: Interval) -> RateGap:
 def find_own_family(layout: Layout) -> Family:
     """Return the family of a chosen layout.
 
-    A split whose shares turn out equal counts as an even split.
+    A split whose shares happen to be equal counts as an even split.
     """
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
@@ -232,13 +234,15 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if the gain of the chosen layout over another layout is meaningful.
+    """True if the gain of the chosen layout over another layout can be given.
 
     `own` and `own_shares` describe the chosen layout, and `other` and `shares` the other one; empty
-    `shares` stand for the sum of all devices alone. The gain isn't meaningful in three cases: a
-    rate is too uncertain, the other layout is a split with less than half of the samples, or a
-    device is faster in the chosen split than alone. In the last case, the device wasn't measured
-    alone at its best batch.
+    `shares` stand for the sum of all devices alone. The gain would be misleading in three cases:
+
+    - One of the rates is too uncertain.
+    - The other layout is a split with less than half of the chosen layout's samples.
+    - A device is faster in the chosen split than alone, so it wasn't measured alone at its best
+      batch.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -257,7 +261,7 @@ def printed_gain(own: float, other: float) -> float:
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if a value is so imprecise that gains should be printed in whole percents."""
+    """True if a value is too imprecise for decimals in a gain that is computed from it."""
     return any(relative_error(one.value, one.low, one.high) > COARSE for one in intervals)
 
 

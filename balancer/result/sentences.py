@@ -110,7 +110,7 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 def _write_advice(verdict: Verdict) -> str:
     """Return the recommendation as one sentence.
 
-    If the search was stopped early, the sentence begins with "So far".
+    If the search was stopped early, a recommendation to use something begins with "So far".
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
@@ -215,7 +215,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how many times as long a training in a pack takes as a training alone on `single`.
+    """Yield how many times as long a training takes in a pack as on `single`, one device alone.
 
     Yield nothing if the plan isn't a pack.
     """
@@ -229,8 +229,8 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 def _find_even(verdict: Verdict) -> Rival | None:
     """Return the even split with which uneven shares are compared; None if there is none.
 
-    It is the even split with the fewest devices, but no fewer than the plan uses. Return None also
-    if its gain can't be stated, or if one device is recommended.
+    It is the even split with the fewest devices among those with at least as many as the plan.
+    Return None also if nothing can be said about its gain, or if one device is recommended.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -256,8 +256,8 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 def find_alone(verdict: Verdict) -> Rival | None:
     """Return the single device with which the plan is compared; None if there is none.
 
-    If the plan itself uses one device, it is another device. Return None also if its gain
-    can't be stated.
+    If the plan itself uses one device, it is compared with another device. Return None also if
+    nothing can be said about the gain.
     """
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -279,9 +279,9 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if a sentence about the plan's gain over a rival makes sense.
+    """True if a sentence can be written about the plan's gain over a rival.
 
-    Either the gain is known, or the sentence can say that the rival's samples/s are too uncertain.
+    Either the gain is known, or the sentence says that the rival's samples/s are too uncertain.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -313,7 +313,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 def _write_rough_gain(difference: RateGap, over: str) -> str:
     """Return a gain whose error exceeds its size as text.
 
-    The text has the lower bound of the gain if that is at least 1 %. Otherwise it says that the
+    If the gain is certainly at least 1 %, the text has its lower bound. Otherwise it says that the
     gain isn't certain.
     """
     if difference.low >= 0.01:
@@ -338,10 +338,10 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return half of the width of a gap's interval.
+    """Return the size of a gap's error: half of the width of its interval.
 
-    If the part above the value is wider than that, return that part, because the part below the
-    value can't extend beyond -1.
+    If the interval reaches farther above the gap than that, return the distance to its upper end.
+    The lower end can't be below -1, so the interval may be lopsided.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
@@ -363,7 +363,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Return why a difference counts as a tie, as text: it is uncertain, or very small."""
+    """Return why a gap between two layouts counts as a tie: it is uncertain, or very small."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -423,9 +423,9 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return the samples/s that the training would reach without a limit, as text.
+    """Return, as text, the samples/s that the training would reach without a limit.
 
-    They were measured, or are predicted for the remedy.
+    They were measured without it, or are predicted for the limit's remedy.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
@@ -475,9 +475,9 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a note that one device is as fast as several and simpler, if that is so.
+    """Yield a note that one device is simpler than several, if it is as fast as they are.
 
-    The plan may use that one device, or several.
+    The plan may be that one device or the several devices.
     """
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
@@ -533,7 +533,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return why a step is longer than at the summed speed of all devices, as text."""
+    """Return why a step takes longer than all devices would need at the sum of their speeds."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -584,7 +584,10 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return a loss relative to the plan as text, such as `3.1 % less than the plan`."""
+    """Return how much slower than the plan a layout is, such as `3.1 % less than the plan`.
+
+    `loss` is the fraction of the plan's samples/s that it lacks.
+    """
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -658,7 +661,7 @@ def _write_batches(one: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what ± means, if a difference between the plan and a rival is below its error."""
+    """Yield what ± means, if a gap between the plan and a rival is smaller than its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
     if close and verdict.rate.known:
@@ -686,9 +689,9 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each knob that was tried, such as XLA.
+    """Yield by how much each tried knob, such as XLA, makes the training faster or slower.
 
-    The chosen layout may or may not use it.
+    The chosen layout may or may not use the knob.
     """
     if not verdict.rate.known:
         return
@@ -757,9 +760,9 @@ def _write_percent_lost(gain: float) -> str:
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield the losses of the best pack and the best placement against the plan.
+    """Yield how much slower the best pack and the best placement are than the plan.
 
-    Those that tie with the plan, or are too uncertain, are named in separate sentences.
+    Those that tie with the plan, or are too uncertain to compare, are named in separate sentences.
     """
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
     yield from _describe_losses(verdict, others)
@@ -773,7 +776,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the loss of the first slower rival of each kind against the plan.
+    """Yield how much slower other kinds of layouts are than the plan: the best one of each kind.
 
     The plan's own kind is left out.
     """
@@ -1125,8 +1128,8 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 def write_end(verdict: Verdict, words: str) -> str:
     """Return why the search ended, as text. If layouts tie with the plan, the text names them.
 
-    `words` is the usual text for the reason. Return "" if the search ended by its own rules but the
-    recommendation is to measure again, because the two would contradict each other.
+    `words` is the usual text for the reason. If the search had nothing left to measure but the
+    recommendation is to measure again, return "", because the two would contradict each other.
     """
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
@@ -1151,8 +1154,8 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
     """Return what to run after a search, as lines of text, the most useful first.
 
     `run` is the run's id. `path` is the plan's file; "" if it wasn't written. `measured` is False
-    if the run had already ended, so that this session measured nothing. A plan that the verdict
-    advises against isn't used.
+    if the run had already ended, so that this session measured nothing. If the verdict advises
+    against the plan, no line uses it.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):

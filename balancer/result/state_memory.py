@@ -25,7 +25,7 @@ def find_state_memory(
     """Return the memory of the model's state, and of adapters that could be trained instead.
 
     `chosen` is the plan's layout; None without a plan. Return None if no shards were tried, because
-    the state's size is then unknown. Adapters are left out if they are what is trained.
+    the state's size is then unknown. If adapters are trained already, the result has no others.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -64,8 +64,8 @@ def _find_adapters(
 def write_state_memory(memory: StateMemory) -> str:
     """Return the memory of the state and of adapters as text.
 
-    Return "" if the whole model ran on one device and the plan isn't sharded, because memory is
-    then no problem.
+    If the whole model ran on one device and the plan isn't sharded, memory is no problem, and the
+    text is "".
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""

@@ -67,8 +67,8 @@ def find_training_limits(
 ) -> tuple[TrainingLimit, ...]:
     """Return the limits of the chosen layout, the largest first; empty if no parts were measured.
 
-    `seen` are all observations of the run. If the plan's unequal shares have removed a limit of
-    equal shares, that limit comes last.
+    `seen` are all observations of the run. The last limit may be one that the plan has removed: the
+    waiting that equal shares would cause.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -96,10 +96,11 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return a layout's last measurement that also has steps without input or a slow host.
+    """Return a layout's last measurement that includes steps without one of their usual delays.
 
-    These steps reused one batch, or had all their kernels enqueued before they began. Return None
-    if there is no such measurement.
+    These steps reused one batch, so that they had no input, or had all their kernels enqueued
+    before they began, so that the host didn't delay them. Return None if there is no such
+    measurement.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -109,8 +110,8 @@ def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
 class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
-    `turns` are the measurements that have the parts of a step. `closer` is the one that also has
-    steps without input or without a slow host; None if there is none.
+    `turns` are the measurements that have the parts of a step. `closer` is the one of them that
+    also timed steps without input or without a slow host; None if there is none.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class _Measured:
         self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the measurements that have parts of a device's step, each with these parts."""
+        """Return the measurements with the parts of this device's step, each with these parts."""
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -164,9 +165,9 @@ class _Measured:
     def waited_for_neighbours(self, position: int) -> float:
         """Return the seconds per step that a device's kernels wait for those of other processes.
 
-        A kernel waits while it is enqueued and doesn't run. The GPU gives the processes time slices
-        in turn. So the kernels wait at least as long as they run, if the other processes compute
-        for that long.
+        The estimate is the time for which other processes compute. It is limited to the larger of
+        two times: that for which the session's kernels are enqueued but don't run, and that for
+        which they run, because a GPU gives processes time slices in turn.
         """
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
@@ -209,7 +210,7 @@ class _Measured:
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
     """Yield how long a step waits for rows.
 
-    If steps on a kept batch were timed, they show the step's time without that wait.
+    If steps on a kept batch were timed, the result also has the step's time without input.
     """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
@@ -269,10 +270,11 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return how many seconds per step a batch twice as large saves, for the same rows.
+    """Return the seconds per step that would be saved if a batch had twice as many rows.
 
-    `waits_s` is the part of the step in which the device waits for its host. With twice the batch,
-    the host's time stays the same and the device's time doubles.
+    They are counted for the same number of rows. `waits_s` is the part of the step in which the
+    device waits for its host. With twice the rows, the host takes as long as before, and the device
+    twice as long.
     """
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
@@ -333,8 +335,8 @@ def find_link(
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
     """Return the fraction of a step in which a device waits for other devices or the all-reduce.
 
-    `position` is the device's position. With `on_cpu`, compute time (own work) is CPU time, which
-    excludes waiting for rows and for a core, so these are subtracted too. Return None if the
+    `position` is the device's position. If `on_cpu`, the compute time (own work) is CPU time, so
+    waiting for rows and for a core isn't part of it and is subtracted too. Return None if the
     compute time is unknown.
     """
     shares = []
@@ -371,7 +373,7 @@ def _find_memory(
 ) -> Iterator[StepPart]:
     """Yield how long a step takes because memory forces a device to take several passes.
 
-    It is the time that a single pass would save, on a device that the others wait for.
+    It is the time that a single pass would save, on the devices that the others wait for.
     """
     layout = measured.layout
     for position in measured.list_last():
@@ -427,18 +429,19 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of running kernels seems to cover the measurement, or is unknown.
+    """True if the driver's sample of running kernels covers the measurement.
 
-    A sample from before the session's kernels began contains nearly none of them.
+    A sample that began before the session's kernels contains nearly none of them. If the sample is
+    unknown, it is taken to cover the measurement.
     """
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how much longer a step takes because of heat, a power limit or a neighbour.
+    """Yield how much longer a step takes because of heat, a power limit or another process.
 
-    A neighbour is another process that computes on the device. For each cause, the device is the
-    one that loses most among those that the others wait for.
+    For each of these causes, it is the time on one device: among the devices that the others wait
+    for, the one that loses most.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -466,8 +469,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
 
-    It is the difference from a measured split with equal shares, the same devices and the same
-    batch. Return an empty list if there is no such split.
+    The plan is compared with a split of the same batch over the same devices with equal shares.
+    Return an empty list if no such split was measured.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -496,7 +499,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time in which neither the CPU, the input nor other devices are busy.
 
-    The model's own code must be waiting then, for example in a sleep.
+    The training's own code must be waiting then, for example in a sleep.
     """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
