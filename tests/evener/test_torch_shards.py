@@ -21,7 +21,7 @@ from evener.torch.shards.unit import choose_units
 from tests.support import torch_shard_programs as programs
 from tests.support import torch_shard_refusals as refusals
 from tests.support.torch_ranks import example_plan
-from tests.support.torch_shard_ranks import HALF, LATE
+from tests.support.torch_shard_ranks import HALF, LATE, RATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -258,7 +258,8 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
         for kind in ("shards", "gradients", "state"):
             held = [rank[name]["most"][kind] for rank in trained]
             assert [each / sum(held) for each in held] == pytest.approx(
-                [1 / 8, 2 / 8, 5 / 8], abs=0.01
+                [1 / 8, 2 / 8, 5 / 8],
+                abs=0.04,  # a part is a multiple of 8 elements
             )
         assert all(rank[name]["now"]["gathered"] == 0 for rank in trained)
 
@@ -316,6 +317,30 @@ def test_a_unit_is_gathered_and_reduced_at_once(trained: list[Any]) -> None:
         assert rank["autocast"]["collectives"] <= 3 * (4 + 2 + 4) + 3
 
 
+def test_gradients_in_bfloat16_are_sent_so_and_summed_in_float32(trained: list[Any]) -> None:
+    """One process computes each rank's rows as a batch, and adds up in float32.
+
+    A rank sends others what they hold, which is at most 7 of 8 parts, in bfloat16.
+    """
+    start, model = trained[0]["autocast"]["start"], programs.make_model(HALF).float()
+    model.load_state_dict(start, strict=False)
+    inputs, labels = programs.data().tensors
+    rows = next(programs.batches(8))
+    summed = dict.fromkeys(start, torch.zeros(()))
+    for own in (rows[:5], rows[5:7], rows[7:]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = programs.objective(HALF, model, inputs[own], labels[own])
+        loss.backward()
+        for name, each in model.named_parameters():
+            summed[name] = summed[name] + each.grad * (len(own) / 8)
+        model.zero_grad()
+    for name, each in start.items():
+        mine = trained[0]["autocast"]["weights"][name]
+        torch.testing.assert_close(mine, each - RATE * summed[name], rtol=0, atol=1e-6)
+    halves = sum(2 * each.numel() for name, each in start.items() if each.ndim == 2)
+    assert max(rank["autocast"]["sent"] for rank in trained) < 1.3 * halves
+
+
 def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
     """Gloo copies them to a GPU while a thread waits; autograd refuses tensors changed since."""
     _, norms = programs.reference(LATE, 8)
@@ -326,7 +351,8 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
     """A rank holds its part of parameters, gradients and momentum, and the gathered units.
 
-    At most, two of three units have their gradients.
+    At most, two of three units have their gradients. Expected are also those received from two
+    others by the rank with all parameters, which none of these ranks is.
     """
     size = (
         4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
@@ -334,7 +360,7 @@ def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
     for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
         half = rank["half"]
         expected = half["beside"] + part * size
-        assert 0.8 * expected <= half["peak"] <= 1.01 * expected
+        assert 0.75 * expected <= half["peak"] <= 1.01 * expected
 
 
 def test_out_of_memory_in_a_unit_is_said_on_all_ranks(

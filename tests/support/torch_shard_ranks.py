@@ -42,6 +42,8 @@ from tests.support.torch_shard_programs import (
 from tests.support.torch_shard_refusals import REFUSED, refuse
 
 _broadcast = torch.distributed.broadcast
+_all_to_all = torch.distributed.all_to_all_single
+RATE = 0.1  # the learning rate under autocast
 
 
 class LateCopy:
@@ -104,8 +106,9 @@ def train_in_half(world: int) -> dict[str, Any]:
 def train_under_autocast(world: int) -> dict[str, Any]:
     """Train with autocast to bfloat16.
 
-    Returns parameters whose values differ from one process's when blocks compute, and the number of
-    collective operations in the second step.
+    Returns parameters whose values differ from one process's when blocks compute, the weights after
+    the first step, and the number of collective operations in the second step, with the bytes of
+    gradients that they send.
     """
     split, model = make_split(HALF, SHARES[world]), make_model(HALF).float()
     generator = torch.Generator().manual_seed(4)
@@ -127,18 +130,29 @@ def train_under_autocast(world: int) -> dict[str, Any]:
         block.register_forward_pre_hook(partial(compare, name))
         for name, block in model.blocks.named_children()
     ]
-    update, counts = torch.optim.SGD(model.parameters(), 0.1), list[int]()
+    update, counts = torch.optim.SGD(model.parameters(), RATE), list[int]()
+    weights: list[dict[str, torch.Tensor]] = []
+    sent: list[int] = []
+
+    def count_bytes(received: Any, block: torch.Tensor, *given: Any, **named: Any) -> Any:
+        sent.append(block.nbytes)
+        return _all_to_all(received, block, *given, **named)
+
     for batch in islice(split.loader(data(), seed=2), 2):
         before = sum(count_exchanges().values())
+        torch.distributed.all_to_all_single, sent[:] = count_bytes, []
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             loss = objective(HALF, model, *batch)
         loss.backward()
+        torch.distributed.all_to_all_single = _all_to_all
         counts.append(sum(count_exchanges().values()) - before)
         update.step()
         update.zero_grad()
         for hook in hooks:
             hook.remove()
-    return {"wrong": wrong, "collectives": counts[-1]}
+        weights.append(split.model_state(model))
+    found = {"wrong": wrong, "collectives": counts[-1], "weights": weights[0]}
+    return {**found, "sent": sum(sent), "start": expected}
 
 
 def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:

@@ -18,6 +18,7 @@ from ..private import copy_each
 from ..sums.collectives import own_collectives
 from .gathered import Gathered, sort_slots
 from .place import Parts, ShardRank, cut
+from .sender import GradientSender, saves_memory
 from .slot import Slot, byte_count
 
 
@@ -52,6 +53,8 @@ class Flat:
         self._sizes = [*(slot.numel for slot in self.slots), padding]
         self._grads: torch.Tensor | None = None  # gradients of all parameters for this rank's rows
         self._grad_shard: torch.Tensor | None = None
+        self._sender: GradientSender | None = None  # if gradients are sent as they are computed
+        self._sends = False  # True while the sender's gradients are underway
         self._work: list[Any] = []
         for slot in self.slots:
             low, high = self.range_of(slot)
@@ -107,6 +110,19 @@ class Flat:
         self.gathered.free()
 
     # ------------------------------------------------------------------ gradients
+
+    def send_as_computed(self) -> None:
+        """From now on, send gradients in the dtypes in which they are computed, if that is shorter.
+
+        Each backward pass must end in a reduction then, because gradients don't accumulate.
+        """
+        as_stored = self.cuts[-1][1] * self.shard.element_size()
+        is_shorter = self.gathered.size < as_stored
+        if is_shorter and self._place.exchanges_bytes and saves_memory(self.cuts):
+            segments = self.gathered.segments
+            self._sender = GradientSender(
+                self._place, self.slots, segments, self.cuts, self.shard.dtype
+            )
 
     def _open(self) -> torch.Tensor:
         """Return the buffer in which the gradients of this rank's rows are added up.
@@ -178,11 +194,26 @@ class Flat:
 
         Each rank receives the sums for its own shard.
         """
+        if self._sender is not None:
+            self.receive()
+            self._send_all(self._sender, weight)
+            return
         gradients = self._take_all(weight)
         if self._place.single_rank:
             self._work = [_ALONE]
         else:
             self._work = Parts(gradients, self.cuts, self.rank, self._on_nccl).reduce()
+
+    def _send_all(self, sender: GradientSender, weight: float) -> None:
+        """Send the gradients of whole parameters with `sender`, and free them."""
+        taken = [slot for slot in self.slots if slot.whole.grad is not None]
+        size = sum(byte_count(slot.whole.grad) for slot in taken)
+        self.held.add("gathered", size + sender.taken_bytes)
+        sender.take(weight)
+        for slot in taken:
+            slot.whole.grad, slot.fired = None, True
+        self.held.add("gathered", sender.received_bytes - size)
+        self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
         """Wait for the reduction that `send` started, and add its result to this rank's gradients.
@@ -193,9 +224,15 @@ class Flat:
             return
         for work in self._work:
             work.wait()
+        if self._sender is not None:
+            summed = torch.empty_like(self.shard)
+            self._sender.add_up(summed)
+            self._add(summed, keeps=True)
+            self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
+            self._work, self._sends = [], False
+            return
         assert self._grads is not None
-        with torch.no_grad():
-            self._add(self._grads[self.start : self.stop])
+        self._add(self._grads[self.start : self.stop])
         self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
@@ -212,25 +249,33 @@ class Flat:
         for slot in self.slots:
             slot.view = None
 
-    def _make_views(self) -> torch.Tensor:
-        """Return the gradient of this rank's shard; allocate it if necessary.
+    def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the gradient of this rank's shard; if there is none yet, it is `made`, or zeros.
 
-        When it is allocated, each slot gets a view of its range in the gradient.
+        Each slot then gets a view of its range in the gradient.
         """
         if self._grad_shard is None:
-            self._grad_shard = torch.zeros_like(self.shard)
+            self._grad_shard = torch.zeros_like(self.shard) if made is None else made
             self.held.add("gradients", byte_count(self._grad_shard))
             for slot in self.slots:
                 low, high = self.range_of(slot)
                 slot.view = self._grad_shard[low:high]
         return self._grad_shard
 
-    def _add(self, summed: torch.Tensor) -> None:
-        shard = self._make_views()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
+        """Add the reduced gradients of this rank's shard to those that it has.
+
+        With `keeps`, the tensor `summed` itself may become the gradient.
+        """
+        is_first = all(slot.piece.grad is None and not slot.received for slot in self.slots)
+        shard = self._make_views(summed if keeps and is_first else None)
         fresh = [
             slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view
         ]
-        if len(fresh) == len(self.slots) and all(slot.piece.grad is None for slot in fresh):
+        if shard is summed:
+            pass
+        elif is_first:
             shard.copy_(summed)
         else:
             for slot in fresh:
@@ -250,7 +295,10 @@ class Flat:
             work.wait()
         if self._grads is not None:
             self.held.add("gathered", -byte_count(self._grads))
-        self._work, self._grads = [], None
+        if self._sender is not None and self._sends:
+            self._sender.free()
+            self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
+        self._work, self._grads, self._sends = [], None, False
         for slot in self.slots:
             slot.received = slot.before = slot.fired = False
             slot.piece.grad = slot.whole.grad = None

@@ -54,12 +54,12 @@ class Gathered:
         ranges: Sequence[tuple[int, int]],
         shard: torch.Tensor,
     ) -> None:
-        self._segments = _make_segments(slots, ranges[-1][1])
+        self.segments = _make_segments(slots, ranges[-1][1])
         self.size = self._byte_of(ranges[-1][1])
         block = torch.empty(self.size, dtype=torch.uint8, device=place.device)
         self._storage = block.untyped_storage()
         self._typed = [
-            block[each.byte : each.byte_of(each.stop)].view(each.dtype) for each in self._segments
+            block[each.byte : each.byte_of(each.stop)].view(each.dtype) for each in self.segments
         ]
         self._is_single_rank = place.single_rank
         byte_ranges = [(self._byte_of(start), self._byte_of(stop)) for start, stop in ranges]
@@ -70,7 +70,7 @@ class Gathered:
 
     def view_of(self, slot: Slot) -> torch.Tensor:
         """Return the whole tensor of a parameter as a view of the block, which must have memory."""
-        for segment, typed in zip(self._segments, self._typed, strict=True):
+        for segment, typed in zip(self.segments, self._typed, strict=True):
             if segment.dtype == slot.computes:
                 first = slot.start - segment.start
                 return typed[first : first + slot.numel].view(slot.shape)
@@ -94,8 +94,8 @@ class Gathered:
         return bool(self._storage.size())
 
     def _byte_of(self, element: int) -> int:
-        segment = next((each for each in self._segments if element < each.stop), None)
-        return (segment or self._segments[-1]).byte_of(element)
+        segment = next((each for each in self.segments if element < each.stop), None)
+        return (segment or self.segments[-1]).byte_of(element)
 
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
@@ -106,7 +106,7 @@ class Gathered:
         this rank is measured without the others, its elements are repeated to fill each segment.
         """
         pairs = []
-        for segment, typed in zip(self._segments, self._typed, strict=True):
+        for segment, typed in zip(self.segments, self._typed, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
             own = shard[low - start : high - start] if low < high else shard
             if self._is_single_rank:

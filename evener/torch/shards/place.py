@@ -34,15 +34,32 @@ class ShardRank(msgspec.Struct, frozen=True):
         """True if NCCL is the backend for collectives on this device."""
         return not self.single_rank and backend_name(dist.group.WORLD, self.device) == "nccl"
 
+    @property
+    def exchanges_bytes(self) -> bool:
+        """True if the ranks can exchange parts of unequal sizes in one collective.
+
+        gloo can't do so between GPUs.
+        """
+        return not self.single_rank and (self.on_nccl or self.device.type == "cpu")
+
+
+# elements to whose multiples flats are cut, so that each rank's part is aligned to 16 bytes also in
+# half precision; collectives are slower otherwise
+ALIGNED = 8
+
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Return each rank's (start, stop) range of a flat tensor, in proportion to `parts`.
 
-    The tensor has `elements` elements, but the last range may end after them: the tensor is padded
-    to a multiple of the number of ranks, so that each rank holds at least one element.
+    The tensor has `elements` elements. The ranges begin at multiples of ALIGNED, and the last one
+    may end after the elements: the tensor is padded so that equal parts have equal sizes and each
+    rank holds at least ALIGNED elements.
     """
     ranks = len(parts)
-    return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
+    blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks
+    return tuple(
+        (start * ALIGNED, stop * ALIGNED) for start, stop in bounds(apportion(blocks, parts))
+    )
 
 
 class Parts:

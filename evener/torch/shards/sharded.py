@@ -75,6 +75,9 @@ class Sharded:
             for name, own in parameters.items()
         ]
         self.root, self.units = made[0], made[1:]
+        if not keeps:
+            for flat in (flat for unit in made for flat in unit.trained):
+                flat.send_as_computed()
         self.slots = [slot for unit in made for slot in unit.slots]
         self.pieces = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         # trained parameters that each rank holds whole, such as adapters

@@ -1,0 +1,198 @@
+"""Reduce gradients that were computed in half precision, without sending them in float32.
+
+Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
+computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
+of its shard. The sums are those of a reduction in that dtype, and bfloat16 gradients of float32
+parameters need half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..private import copy_each
+from ..sums.collectives import own_collectives
+from .gathered import Segment
+from .place import ShardRank
+from .slot import Slot
+
+# received gradients in relation to all of a flat's, on the rank with the largest shard: with more,
+# a reduction in float32 needs less memory than half precision does
+MOST_RECEIVED = 2.0
+ALIGNMENT = 16  # bytes; the part of each rank begins at a multiple
+HEADER = 16  # bytes before each part, for the sender's weight
+
+
+class DtypeRange(NamedTuple):
+    """Neighbouring elements of a flat that have one dtype and belong to one rank.
+
+    `start` and `stop` are their range in the flat, and `byte` is their first byte in the rank's
+    part.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    byte: int
+
+    def find_in(self, part: torch.Tensor) -> torch.Tensor:
+        """Return these elements in a rank's part, which is a tensor of bytes."""
+        size = (self.stop - self.start) * int(self.dtype.itemsize)
+        return part[self.byte : self.byte + size].view(self.dtype)
+
+
+class GradientSender:
+    """Sends the gradients of a flat's parameters, and adds up those that it receives.
+
+    `place` is this rank's ShardRank, `slots` are the flat's parameters, and `segments` their
+    dtypes. `ranges` are the ranks' ranges of the flat's elements. `dtype` is that of the shards.
+    `taken_bytes` are allocated from `take` to `add_up`, and `received_bytes` from `send` to
+    `add_up`.
+    """
+
+    def __init__(
+        self,
+        place: ShardRank,
+        slots: Sequence[Slot],
+        segments: Sequence[Segment],
+        ranges: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+    ) -> None:
+        rank, self._start = place.rank, ranges[place.rank][0]
+        pieces = [_divide(segments, start, stop) for start, stop in ranges]
+        sizes = [_round_up(each[-1].byte + _byte_count(each[-1])) for each in pieces]
+        others = [other for other in range(len(ranges)) if other != rank]
+        self._sizes = [0 if other == rank else size for other, size in enumerate(sizes)]
+        self._returned = [0 if other == rank else sizes[rank] for other in range(len(ranges))]
+        self._sent = torch.empty(sum(sizes), dtype=torch.uint8, device=place.device)
+        self._received = self._sent.new_empty(len(others) * sizes[rank])
+        self.taken_bytes, self.received_bytes = len(self._sent), len(self._received)
+        # other ranks' parts in the order of ranks, and then this rank's own, which isn't sent
+        order = [*others, rank]
+        parts = dict(zip(order, self._sent.split([sizes[each] for each in order]), strict=True))
+        self._targets = {slot: _find_targets(slot, pieces, parts) for slot in slots}
+        self._headers = [_weight_of(parts[other], dtype) for other in others]
+        arrived = self._received.split(sizes[rank]) if others else ()
+        self._own = [(piece, piece.find_in(parts[rank])) for piece in pieces[rank]]
+        self._theirs = [
+            (piece, [(piece.find_in(part), _weight_of(part, dtype)) for part in arrived])
+            for piece in pieces[rank]
+        ]
+        self._weight = 1.0
+        self.free()
+
+    def take(self, weight: float) -> None:
+        """Take the gradients of the whole parameters, which are 0 if they are None.
+
+        `weight` is this rank's. The gradients aren't needed any more after this call.
+        """
+        self._weight = weight
+        self._sent.untyped_storage().resize_(len(self._sent))
+        with torch.no_grad():
+            self._fill()
+            for header in self._headers:
+                header.fill_(weight)
+
+    def send(self) -> list[Any]:
+        """Start to send the gradients that were taken; return the work handles to wait for."""
+        self._received.untyped_storage().resize_(len(self._received))
+        sent = self._sent[: sum(self._sizes)]
+        with own_collectives():
+            return [
+                dist.all_to_all_single(
+                    self._received, sent, self._returned, self._sizes, async_op=True
+                )
+            ]
+
+    def _fill(self) -> None:
+        if self._weight == 0.0:  # gradients may be infinite, and 0 times that is NaN
+            self._sent.zero_()
+            return
+        found: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for slot, targets in self._targets.items():
+            gradient = slot.whole.grad
+            flat = None if gradient is None else gradient.reshape(-1)
+            for start, stop, target in targets:
+                if flat is None:
+                    target.zero_()
+                    continue
+                into, source = found.setdefault(target.dtype, ([], []))
+                into.append(target)
+                source.append(flat[start:stop])
+        for into, source in found.values():  # one call for each dtype is one kernel
+            copy_each(into, source)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def add_up(self, total: torch.Tensor) -> None:
+        """Write the weighted sum of all ranks' gradients of this rank's shard to `total`.
+
+        Call this after the work of `send` is done. The memory of the gradients is freed.
+        """
+        for (piece, own), (_, theirs) in zip(self._own, self._theirs, strict=True):
+            part = total[piece.start - self._start : piece.stop - self._start]
+            part.copy_(own)
+            if self._weight != 1.0:
+                part.mul_(self._weight)
+            for gradients, weight in theirs:
+                part.addcmul_(gradients, weight)
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory of the gradients that are sent and received."""
+        self._sent.untyped_storage().resize_(0)
+        self._received.untyped_storage().resize_(0)
+
+
+def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
+    """True if no rank needs more memory for received gradients than for a sum in float32.
+
+    `ranges` are the ranks' ranges of a flat's elements. A rank receives its range from each other.
+    """
+    largest = max(stop - start for start, stop in ranges)
+    return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
+
+
+def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRange]:
+    """Return the pieces of a flat's elements from `start` to `stop`, one for each dtype."""
+    pieces: list[DtypeRange] = []
+    byte = HEADER
+    for each in segments:  # the widest dtypes come first, so each piece is aligned
+        low, high = max(start, each.start), min(stop, each.stop)
+        if low < high:
+            pieces.append(DtypeRange(each.dtype, low, high, byte))
+            byte += _byte_count(pieces[-1])
+    return pieces
+
+
+def _find_targets(
+    slot: Slot, pieces: Sequence[Sequence[DtypeRange]], parts: dict[int, torch.Tensor]
+) -> list[tuple[int, int, torch.Tensor]]:
+    """Return where the gradient of a parameter goes: ranges of its elements, and their places.
+
+    `pieces` and `parts` are those of each rank.
+    """
+    found = []
+    for rank, listed in enumerate(pieces):
+        for piece in listed:
+            low, high = max(slot.start, piece.start), min(slot.start + slot.numel, piece.stop)
+            if low < high:
+                place = piece.find_in(parts[rank])[low - piece.start : high - piece.start]
+                found.append((low - slot.start, high - slot.start, place))
+    return found
+
+
+def _weight_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight in a part's header, as a tensor with one element of this dtype."""
+    return part[: dtype.itemsize].view(dtype)
+
+
+def _byte_count(piece: DtypeRange) -> int:
+    return (piece.stop - piece.start) * int(piece.dtype.itemsize)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
