@@ -100,13 +100,21 @@ def launched(title: str, command: str, *packages: str, **more: object) -> Progra
     return Program(title=title, words="", own=command, packages=packages, launcher=True, **more)  # type: ignore[arg-type]
 
 
-def old(title: str, words: str, packages: tuple[str, ...] = ("torch", "timm")) -> Program:
+def old(
+    title: str,
+    words: str,
+    packages: tuple[str, ...] = ("torch", "timm"),
+    always: tuple[tuple[str, str], ...] = (),
+    settings: str = "",
+) -> Program:
     """Return an older repository's script; its calls for a GPU are redirected to the CPU."""
     return Program(
         title=title,
         words="{jobs}/old_script.py {src}/" + words,
         packages=packages,
-        always=(("PYTHONOPTIMIZE", "1"),),  # disables its asserts on versions and GPUs
+        # PYTHONOPTIMIZE disables its asserts on versions and GPUs
+        always=(("PYTHONOPTIMIZE", "1"), *always),
+        settings=settings,
         on_cpu=True,
         by_row=True,
     )
@@ -426,12 +434,19 @@ PROGRAMS = {
         "--model mae_vit_base_patch16 --batch_size 4 --epochs 2 --warmup_epochs 1 "
         "--data_path {inputs}/images --num_workers 1 --blr 1e-2 --output_dir out --log_dir out",
     ),
-    "dino": old(
-        "facebookresearch/dino, main_dino.py",
-        "dino/main_dino.py --arch vit_tiny "
-        "--out_dim 64 --local_crops_number 2 --batch_size_per_gpu 4 --epochs 2 --warmup_epochs 0 "
-        "--data_path {inputs}/few/train --num_workers 1 --use_fp16 false --drop_path_rate 0",
-    ),
+    **{
+        name: old(
+            f"facebookresearch/dino, main_dino.py{title}",
+            "dino/main_dino.py --arch vit_tiny --out_dim 64 --local_crops_number 2 "
+            "--batch_size_per_gpu 4 --epochs 2 --warmup_epochs 0 --data_path {inputs}/few/train "
+            "--num_workers 1 --use_fp16 false --drop_path_rate 0",
+            always=always,
+        )
+        for name, title, always in (
+            ("dino", "", ()),
+            ("dino_unchecked", " without its isfinite(loss.item())", (("UNCHECKED", "1"),)),
+        )
+    },
     "swav": old(
         "facebookresearch/swav, main_swav.py",
         "swav/main_swav.py --data_path "
@@ -473,6 +488,16 @@ PROGRAMS = {
         "--epochs 2 --dtype fp32 --stage 2",
         "deepspeed",
         always=(("DS_ACCELERATOR", "cpu"),),
+    ),
+    "deepspeed_gan": old(
+        "DeepSpeedExamples, gan_deepspeed_train.py",
+        "DeepSpeedExamples/training/gan/gan_deepspeed_train.py --dataset celeba --dataroot "
+        "{inputs}/few/train --imageSize 64 --ngf 4 --ndf 4 --nz 8 --batchSize 4 --epochs 2 "
+        "--workers 0 --manualSeed 3 --outf out --tensorboard_path out --local_rank 0 --deepspeed "
+        "--deepspeed_config x.yaml",
+        packages=("deepspeed",),
+        always=(("DS_ACCELERATOR", "cpu"),),
+        settings='{{"train_batch_size": 8}}',
     ),
     "open_clip": Program(
         title="open_clip, its command, a contrastive loss over ranks",

@@ -195,7 +195,7 @@ def _stay_on_cpu(torch: Any) -> None:
         wrap_function_wrapper(torch, f"{name}.to", to)
         wrap_function_wrapper(torch, f"{name}.cuda", itself)
     wrap_function_wrapper(torch, "Tensor.pin_memory", itself)
-    for name in ("tensor", "empty", "zeros", "ones", "arange", "rand", "randn", "randint"):
+    for name in ("tensor", "empty", "zeros", "ones", "arange", "rand", "randn", "randint", "full"):
         wrap_function_wrapper(torch, name, make)
     for name in ("set_device", "synchronize", "empty_cache"):
         wrap_function_wrapper(torch.cuda, name, nothing)

@@ -720,10 +720,12 @@ class Program:
         self._compare_numbers(numbers)
         fault = self._find_fault(loop, guard)
         warning = ""
+        row: tuple[float, ...] = ()
         if not fault and loop.varies():
             warning = views.OTHER_ROWS
-        elif not fault and guard is not None and guard.padded:
-            warning = views.PADDED
+        elif not fault:
+            warning = views.PADDED if guard is not None and guard.padded else ""
+            row = loop.summarize_row()
         return RankView(
             fault,
             loop.shared_batches.digest,
@@ -731,6 +733,7 @@ class Program:
             numbers,
             uses,
             warning,
+            row=row,
             are_sums=guard is not None and guard.are_sums,
             exchanges=self.exchanges.origins.seen,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isclose, isnan
 from typing import Any
 
@@ -72,6 +73,10 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
     "numbers": (
         "its ranks compute their losses, or change weights and gradients, with different numbers"
     ),
+    "row": (
+        "the data sets of its ranks have different rows under the same numbers, as where "
+        "random_split draws on each rank"
+    ),
     "are_sums": "the loss of some of its ranks is a sum over rows, and that of others a mean",
 }
 
@@ -88,6 +93,7 @@ class RankView(msgspec.Struct, frozen=True):
     numbers: tuple[float, ...] | None = None  # numbers in the loss, if a guard has checked it
     uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
     warning: str = ""  # warning about what may differ under shares
+    row: tuple[float, ...] = ()  # sums over a row of the data set; empty if unknown
     are_sums: bool = False  # True if the loss is a sum over rows instead of a mean
     exchanges: bool = False  # True if the program's own code exchanges values between ranks
 
@@ -100,16 +106,25 @@ def find_difference(every: list[RankView]) -> str:
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
+    if _differ([each.row for each in every if each.row]):
+        return "row"
+    return "numbers" if _have_other_numbers(every) else ""
+
+
+def _have_other_numbers(every: list[RankView]) -> bool:
+    """True if ranks compute their losses, or change weights and gradients, with other numbers.
+
+    The counts of `uses` differ if only one rank computed something, for example to log it.
+    """
     looked = [each for each in every if each.numbers is not None]
-    if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
-        return "numbers"
-    # the counts differ if only one rank computed something, for example to log it
     comparable = len({len(each.uses) for each in looked}) == 1
-    return (
-        "numbers"
-        if comparable and any(not _are_near(each.uses, looked[0].uses) for each in looked)
-        else ""
-    )
+    uses = [each.uses for each in looked if comparable]
+    return _differ([each.numbers for each in looked]) or _differ(uses)
+
+
+def _differ(every: Sequence[Any]) -> bool:
+    """True if some numbers of one rank differ from those of the first by more than rounding."""
+    return any(not _are_near(each, every[0]) for each in every)
 
 
 def _are_near(one: Any, other: Any) -> bool:

@@ -411,3 +411,11 @@ def a_loader_without_an_end() -> Any:
             self.ready = None
 
     return _fit_with(EndlessLoader)
+
+
+@program
+def rows_split_on_each_rank() -> Any:
+    """Each rank draws its own split, as pytorch/examples' minGPT-ddp does without a seed."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    data, _ = torch.utils.data.random_split(points(), [40, 10], generator=drawn)
+    return fit(ddp(), mean, load(data))
