@@ -51,13 +51,13 @@ SCRIPTS = {
         "kuangliu/pytorch-cifar",
         "",
         "main.py --lr 0.01",
-        shorter=("main.py", "net = SimpleDLA()\n", "net = LeNet()\nstart_epoch = -199\n"),
+        shorter=("main.py", "start_epoch+200", "start_epoch+6"),
     ),
     "cifar100": Script(
         "weiaicunzai/pytorch-cifar100",
         "",
         "train.py -net squeezenet -b 8",
-        shorter=("conf/global_settings.py", "EPOCH = 200", "EPOCH = 1"),
+        shorter=("conf/global_settings.py", "EPOCH = 200", "EPOCH = 3"),
     ),
     "mingpt": Script(
         "karpathy/minGPT",
@@ -81,7 +81,14 @@ SCRIPTS = {
         "TCN/mnist_pixel",
         "pmnist_test.py --cuda --epochs 1 --batch_size 8 --dropout 0 --levels 3 --nhid 4",
     ),
-    "parity": Script("lucidrains/x-transformers", "", "train_parity.py"),
+    "optimizers": Script("MorvanZhou/PyTorch-Tutorial", "tutorial-contents", "306_optimizer.py"),
+    "beginner": Script(
+        "L1aoXingyu/pytorch-beginner",
+        "03-Neural Network",
+        "neural_network.py",
+        shorter=("03-Neural Network/neural_network.py", "num_epochs = 50", "num_epochs = 8"),
+    ),
+    "word2vec": Script("graykode/nlp-tutorial", "1-2.Word2Vec", "Word2Vec-Torch.py"),
     "vae": Script("pytorch/examples", "vae", "main.py --epochs 2 --batch-size 8"),
 }
 
@@ -204,7 +211,7 @@ class Run:
             "XDG_STATE_HOME": str(self._out / "state"),
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
-            "COLUMNS": "80",
+            "MPLBACKEND": "agg",
         }
 
     def log(self, way: str) -> str:

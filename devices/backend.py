@@ -359,6 +359,13 @@ class Backend(Protocol):
         """
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
+    def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
+        """Return variables as `show` does, with numbers instead of ids where both mean the same.
+
+        Some libraries, such as DeepSpeed, can read only numbers.
+        """
+        return self.show([device.id for device in devices])
+
     def name_in(self, framework: str, number: int) -> str:
         """Return the framework's name for a device of a child process, such as "cuda:0" or "GPU:0".
 

@@ -135,6 +135,16 @@ class NvidiaGpus(Backend):
         """Return a source that samples these GPUs, and keeps NVML open until it is closed."""
         return NvmlSource(found.devices, notes=found.notes)
 
+    def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
+        """Return variables that select the GPUs by nvidia-smi's numbers.
+
+        Instances of MIG have no such numbers and are selected by their ids.
+        """
+        if any(device.id.startswith("MIG-") for device in devices):
+            return super().show_by_number(devices)
+        numbers = ",".join(str(device.index) for device in devices)
+        return {self.visible_variable: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return variables that select the GPUs by UUID, and set a limit in percent through MPS.
 

@@ -167,7 +167,9 @@ class HostJob(msgspec.Struct, frozen=True):
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.framework == "torch":
-            variables |= find_backend(devices[0].kind).show([share.device for share in self.own])
+            known = {device.id: device for own in self.processes for device in own}
+            shown = [known[share.device] for share in self.own]
+            variables |= find_backend(devices[0].kind).show_by_number(shown)
         launcher = {"launcher": os.getpid(), "folder": str(self.folder)}
         return {
             "variables": variables,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ _LOADER_OPTIONS: dict[str, Any] = {
     "persistent_workers": False,
 }
 
+MOST_LISTED = 16  # elements of a script's list that may be models
+
 
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of PyTorch that make a script train on all GPUs.
@@ -43,13 +46,13 @@ def advise(optimizer: Any, loader: Any) -> str:
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     frame = _find_frame(weights, loader)
     names = {} if frame is None else _list_names(frame)
-    models = _name_models(names, weights | _collect_weights(names)) or ["model"]
+    models = _name_models(names, weights | _collect_weights(names)) or [("model",)]
     name = _name_loader(names, loader) or "loader"
     on_gpu = _trains_on_gpu(optimizer)
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
         f"torch.distributed.init_process_group(){device}",
-        *(f"{each} = torch.nn.parallel.DistributedDataParallel({each})" for each in models),
+        *map(_wrap_model, models),
         *_share_rows(name, loader),
     ]
     place, methods = "before its loop", ""
@@ -58,11 +61,16 @@ def advise(optimizer: Any, loader: Any) -> str:
         line = _find_place(frame, body, name)
         if line:
             place = f"before line {line} of {Path(frame.f_code.co_filename).name}"
-        methods = _describe_methods(frame, body, models, line)
+        methods = _describe_methods(frame, body, chain.from_iterable(models), line)
     first = ", the first one at its top" if on_gpu else ""
     return f"To train on all of them, add {place}{first}{methods}:" + "".join(
         f"\n    {each}" for each in lines
     )
+
+
+def _wrap_model(names: Sequence[str]) -> str:
+    """Return the line that wraps a model and gives all of its names to the result."""
+    return f"{' = '.join(names)} = torch.nn.parallel.DistributedDataParallel({names[0]})"
 
 
 def _parse_file(frame: FrameType) -> ast.AST | None:
@@ -173,25 +181,30 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
     return ""
 
 
-def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
-    """Return the names of the models that an optimizer trains, without nested models.
+def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
+    """Return the names of each model that optimizers train, without nested models.
 
     `names` maps the script's variables to their values, and `weights` has the ids of the
-    optimizer's parameters.
+    optimizers' parameters. A model may have several names. An element of a list comes first,
+    because other names may be set only in the loop.
     """
     left, found = set(weights), []
-    ranked = sorted(names, key=lambda name: -_count_trained(names[name], weights))
+    ranked = sorted(
+        names, key=lambda name: (-_count_trained(names[name], weights), not name.endswith("]"))
+    )
     for name in ranked:
-        if _count_trained(names[name], left) > 0:
-            left -= {id(each) for each in names[name].parameters()}
-            found.append(name)
+        model = names[name]
+        if _count_trained(model, left) > 0:
+            left -= {id(each) for each in model.parameters()}
+            found.append(tuple(other for other in ranked if names[other] is model))
     return found
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
     """Map the names of a frame's variables to their values.
 
-    Attributes of objects of the script's own classes are included, named such as "self.model".
+    Attributes of objects of the script's own classes are included, named such as "self.model", and
+    so are models in lists, named such as "models[0]".
     """
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -200,7 +213,12 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
         is_own = not isinstance(value, type | ModuleType | torch.nn.Module | DataLoader)
         if type(held) is dict and is_own and not is_installed(_file_of(type(value))):
             attributes.update({f"{name}.{each}": inner for each, inner in held.items()})
-    return names | attributes
+    listed = {}
+    for name, value in (names | attributes).items():
+        if type(value) is list:
+            items = enumerate(value[:MOST_LISTED])
+            listed.update({f"{name}[{place}]": each for place, each in items})
+    return names | attributes | listed
 
 
 def _file_of(kind: type) -> str:
@@ -229,13 +247,14 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Iterable[str], in
     In the frame's own function, only uses after the line `inserted` count. In other functions, a
     variable of the same name is taken for the same model unless it is assigned there.
     """
+    every = set(models)
     found: dict[str, int] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
         nodes = list(_walk_scope(scope))
         is_own = getattr(scope, "name", "<module>") == frame.f_code.co_name
         assigned = {ast.unparse(each) for each in nodes if _is_assigned(each)}
-        names = set(models) if is_own else set(models) - assigned
+        names = every if is_own else every - assigned
         for each in nodes:
             if not isinstance(each, ast.Attribute) or (is_own and each.lineno < inserted):
                 continue

@@ -60,6 +60,12 @@ def test_several_slices_in_one_child_pool_their_cores_and_memory() -> None:
     assert made.address_space_bytes == 8 * GIB
 
 
+def test_gpus_are_shown_by_number_but_parts_of_one_by_their_ids() -> None:
+    part = Device("MIG-0", 0, "H100", "gpu", 10 * GIB, (), FREE)
+    shown = [NvidiaGpus().show_by_number(each) for each in ([gpu(1), gpu(0)], [part])]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in shown] == ["1,0", "MIG-0"]
+
+
 def test_gpus_are_named_by_uuid_in_the_order_of_the_request() -> None:
     made = child_environment([gpu(1), gpu(0)], "tensorflow")
     assert made.variables["CUDA_VISIBLE_DEVICES"] == "GPU-00000001,GPU-00000000"

@@ -72,14 +72,15 @@ def test_each_slice_that_computes_gets_a_process_on_its_cores(script: str) -> No
 def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(
     script: str, fake_nvml: Callable[..., Any]
 ) -> None:
-    """PyTorch's processes see all GPUs in the plan's order.
+    """PyTorch's processes see all GPUs in the plan's order, by numbers, as DeepSpeed reads no ids.
 
     A Keras process sees its own GPU, or all of them if it is the only process.
     """
     ids = [device.id for device in _gpus(fake_nvml(gpus=3))]
     torch = starts(plan([ids[2], ids[1] + "(out)", ids[0]]), script)
     assert [start["variables"]["EVENER_DEVICE"] for start in torch] == [ids[2], ids[0]]
-    assert {start["variables"]["CUDA_VISIBLE_DEVICES"] for start in torch} == {f"{ids[2]},{ids[0]}"}
+    assert {start["variables"]["CUDA_VISIBLE_DEVICES"] for start in torch} == {"2,0"}
+    assert {start["variables"]["CUDA_DEVICE_ORDER"] for start in torch} == {"PCI_BUS_ID"}
     for engine, visible in {
         "multiworker": [ids[2], ids[0]],
         "towers": [f"{ids[2]},{ids[0]}"],

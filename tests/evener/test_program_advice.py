@@ -44,6 +44,12 @@ second = torch.optim.SGD(other.parameters())
 for batch in rows:
     said.append(advise(optimizer, rows))
 """
+LISTED = """
+nets = [net, other]
+for batch in rows:
+    for each in nets:
+        said.append(advise(optimizer, rows))
+"""
 WRAPPED = """
 import types
 train_rows = types.SimpleNamespace(loader=rows)
@@ -78,6 +84,13 @@ def test_every_model_that_an_optimizer_trains_is_wrapped(tmp_path: Path) -> None
     lines = list_lines(tmp_path, HEAD + TWO_OPTIMIZERS)
     for name in ("net", "other"):
         assert f"{name} = torch.nn.parallel.DistributedDataParallel({name})" in lines
+
+
+def test_a_model_that_is_also_in_a_list_is_wrapped_there(tmp_path: Path) -> None:
+    lines = list_lines(tmp_path, HEAD + LISTED)
+    (wrapping,) = (line for line in lines if "Parallel" in line)
+    assert wrapping.startswith("nets[0] = net = ")
+    assert wrapping.endswith("(nets[0])")
 
 
 def test_methods_that_a_wrapped_model_lacks_are_named_with_their_line(tmp_path: Path) -> None:
