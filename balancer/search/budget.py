@@ -63,8 +63,8 @@ class Budget:
     ) -> None:
         """Read how much time the probes in `seen` have spent.
 
-        Steps of layouts that never ran are predicted by `machine`. Without it, they are estimated
-        from the devices' speeds alone. If `race_is_over`, exploration may use all of the remaining
+        `machine` predicts the steps of layouts that never ran. Without it, they are estimated from
+        the devices' speeds alone. If `race_is_over`, exploration may use all of the remaining
         budget.
         """
         self._options = options
@@ -95,11 +95,13 @@ class Budget:
     ) -> float:
         """Return how long the next probe may measure, in seconds, without its start and warm-up.
 
-        At least `reserved` seconds remain for later probes. An exploring probe may take at most 1 /
-        `SURPRISE` of the time left, and a probe of another stage 1 / `probes_left` of it, but
-        always enough for two steps. A step takes `step_seconds`, by default an estimate. If steps
-        are too slow, return less than the time of one step, so that the probe times a lone step. A
-        check confirms the winner's samples/s, so it is never a lone step.
+        At least `reserved` seconds remain for later probes. In exploration, a probe may take at
+        most 1 / `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. It is
+        always allowed two steps. A step takes `step_seconds`, by default an estimate.
+
+        If steps are too slow for that, the probe shall time a single step ("lone step"): the result
+        is then less than the time of one step. This doesn't apply to a check, which confirms the
+        winner's samples/s.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -128,9 +130,9 @@ class Budget:
     ) -> bool:
         """True if the layout's shortest probe can end before the stage `ends_with` must end.
 
-        `ends_with` is usually the probe's own stage. For a probe without which there would be no
-        result, it is the race, which may use the whole budget for its first turns. Turns after the
-        first must end at 95 % of the budget. After the probe, `reserved` seconds must remain. The
+        `ends_with` is usually the probe's own stage. A probe that is necessary for any result may
+        use the time of the race, whose first turns may use the whole budget. Turns after the first
+        must end at 95 % of the budget. After the probe, `reserved` seconds must remain. The
         shortest probe has `steps` steps of `step_seconds`; both are estimated by default.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
@@ -153,9 +155,9 @@ class Budget:
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
-        The probe may also take only a part of the time left, a smaller part if `after` isn't 0. If
-        steps of `step_seconds` are so slow that probes time lone steps, there is no time for many
-        probes, so this limit doesn't hold.
+        The probe must also take only a certain part of the time left, which is smaller if `after`
+        isn't 0. This doesn't apply to steps of `step_seconds` that are so slow that a probe times
+        only one: there is no time for many probes anyway.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -170,8 +172,8 @@ class Budget:
     def is_cheap(self, seconds: float) -> bool:
         """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
 
-        A probe that takes so little may run even if no gain is expected from it. Always False after
-        the race if the budget is unlimited, because every probe would be cheap then.
+        Such a probe may run even if no gain is expected from it. After the race of a search without
+        a budget, the result is always False, because any probe would be cheap.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
@@ -213,8 +215,8 @@ class Budget:
     def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return the budget, in seconds, that would have left time for the missing first turns.
 
-        These turns take `missing_seconds`. Exploration would also get its part of a larger budget,
-        so the budget may have to be larger by more than that.
+        These turns take `missing_seconds`. Exploration uses a fixed part of the budget, so not all
+        of a larger budget is left for the turns.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
@@ -223,8 +225,8 @@ class Budget:
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
         """Return the budget, in seconds, that would have left `grown_seconds` for larger packs.
 
-        Packs may grow until a fixed fraction of the budget (`GROWS`) is spent. The time spent up to
-        the first turns counts.
+        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent, including the
+        time that was spent up to the first turns.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
@@ -232,8 +234,8 @@ class Budget:
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
         """Return how much time the search may have spent when the stage ends, in seconds.
 
-        Turns of the race and of its knobs after the first must end earlier. After the race, every
-        stage may use nearly all of the budget.
+        The race and the stage of knobs must end earlier in their later turns than in the first.
+        After the race, every stage may use nearly all of the budget.
         """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
@@ -249,25 +251,27 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the duration of a probe without its start and its timed steps, in seconds.
 
-        It was measured for this layout, or is that of a typical probe with steps of `step_seconds`.
+        If the layout was measured before, it is the measured duration. Otherwise it is that of a
+        typical probe with steps of `step_seconds`.
         """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how much longer the first step of a layout's probe takes than a later one.
+        """Return how many seconds longer the first step of a layout's probe takes than a later one.
 
-        The duration is in seconds. It was measured, or is that of a typical probe with steps of
-        `step_seconds`.
+        If the layout was measured before, they are measured. Otherwise they are those of a typical
+        probe with steps of `step_seconds`.
         """
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the warm-up time that a layout's next probe needs to show its noise, in seconds.
+        """Return the seconds of warm-up that a layout's next probe needs to show its noise.
 
-        Return 0 unless the layout was measured before only by lone steps, which have no warm-up.
+        Return 0 unless the layout was measured before, and always by a single step, which has no
+        warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
@@ -277,8 +281,8 @@ class Budget:
     def _step_seconds(self, layout: Layout) -> float:
         """Return the duration of a layout's step in seconds.
 
-        It is measured, else predicted, else estimated from solo speeds. Return 0 if none of the
-        devices ran.
+        It is measured or, if the layout never ran, predicted. Without a prediction, it is estimated
+        from solo speeds. Return 0 if none of the devices ran.
         """
         own = self._seen.timed_in(layout)
         if own:

@@ -38,9 +38,9 @@ STRIDE = 32
 
 
 class DeviceModel:
-    """One device, modeled from one set of observations. Each value is computed on first access.
+    """A model of one device, based on one set of observations of it.
 
-    Indistinguishable devices share their curves.
+    Each value is computed on first access. Devices that can't be distinguished share their curves.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DeviceModel:
     def guessed_rows(self) -> int:
         """The maximum rows of one pass that are worth trying in a split, according to memory.
 
-        They are 0 for a device that can't be used.
+        They may not fit. They are 0 for a device that can't be used.
         """
         if self.is_unusable:
             return 0
@@ -150,10 +150,10 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch for the device's next probe in a round of devices alone.
+        """The largest batch to measure next on the device in a round of devices alone.
 
-        It exceeds the largest batch that ran only by a limited factor. It is 0 before the device
-        ran.
+        It is larger than the largest batch that ran only by a limited factor. It is 0 before the
+        device ran.
         """
         if self.solo_curve is None:
             return 0
@@ -166,8 +166,8 @@ class DeviceModel:
     def guessed_alone_rows(self) -> int:
         """The largest batch for a round of devices alone, according to memory and time.
 
-        It may take several rounds to reach it. It is 0 before the device ran. If the curve may be
-        level, so that its rise may be noise, time doesn't limit the batch.
+        It may take several rounds to reach it. It is 0 before the device ran. If noise may explain
+        that the curve rises at all, time doesn't limit the batch.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
@@ -179,8 +179,8 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It exceeds the largest batch that ran only by a limited factor. If the global batch is free,
-        its steps must also be quick enough for the time left.
+        It is larger than the largest batch that ran only by a limited factor. If the global batch
+        is free, its steps must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -194,9 +194,9 @@ class DeviceModel:
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
 
-        It is infinite if the curve rises, so that it predicts longer steps. A level curve doesn't
-        show where time begins to rise, so a step may take longer in proportion to the batch, and
-        the time left limits the factor.
+        If the curve rises, it predicts longer steps, and the factor is infinite. If it is level, a
+        longer step may come as a surprise: in the worst case, time grows in proportion to the
+        batch. The time left then limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -223,8 +223,8 @@ class DeviceModel:
     def _may_use_passes(self) -> bool:
         """True if the device may compute its share of a fixed batch in several passes.
 
-        False for a free batch, which is reduced instead, and after a failure that passes may have
-        caused.
+        False for a free batch, which is reduced instead. False also if a probe failed that had
+        several passes, because they may be the cause.
         """
         fixed = self._problem.global_batch is not None
         return self._problem.micro and fixed and not self.evidence.undivided
@@ -233,7 +233,8 @@ class DeviceModel:
     def pass_rows(self) -> int:
         """The maximum rows per pass if a share is computed in several passes; 0 if it can't be.
 
-        They are as many as trusted, or fewer if fewer were clearly faster per row.
+        They are the largest batch for which the curve can be trusted, or fewer rows if these were
+        clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:
             return 0
@@ -266,8 +267,8 @@ class DeviceModel:
     def extra_seconds(self) -> float:
         """The seconds that each further pass adds to the time of its rows.
 
-        They are measured in splits if possible, and otherwise alone. They are 0 before any step in
-        several passes ran.
+        They are measured in splits or, if no split had several passes, alone. They are 0 before any
+        step in several passes ran.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -279,8 +280,8 @@ class DeviceModel:
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
         """Return the device with a curve that includes steps in several passes.
 
-        Its limit is then the whole fixed batch, because passes make every share fit. Return
-        `device` unchanged if passes can't be used or its curve already includes them.
+        Any share fits in passes, so the new limit is the whole fixed batch. Return `device`
+        unchanged if passes can't be used or its curve already includes them.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -313,9 +314,9 @@ class DeviceModel:
     def rows_per_pass(self, share: int, surely: bool) -> int:
         """Return the maximum rows per pass with which the device computes a share.
 
-        The share is computed in one pass if it is expected to fit and isn't faster in several, or
-        if the device can't use passes. Otherwise, it is divided into passes of about equal size.
-        With `surely`, passes are so small that memory certainly suffices.
+        The share is computed in one pass if that should fit and isn't slower than several passes,
+        or if the device can't use passes. Otherwise, it is divided into passes of about equal size.
+        If `surely`, passes are so small that memory certainly suffices.
         """
         if surely:
             at_once = self.certain_rows
@@ -334,8 +335,8 @@ class DeviceModel:
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
     """Return the largest share for which one pass is at least as fast as two equal passes.
 
-    It lies between `rows`, the rows of the fastest pass, and `limit`, the maximum rows of a pass.
-    `extra` are the seconds that a second pass adds.
+    It isn't below `rows`, the rows of the fastest pass, or above `limit`, the maximum rows of a
+    pass. `extra` are the seconds that a second pass adds.
     """
     shares = range(rows, max(rows, limit))
 

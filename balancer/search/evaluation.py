@@ -110,7 +110,7 @@ class Evaluation:
     def _check_seconds(self) -> float:
         """The minimum duration of a check of the winner, in seconds; 0 before the race.
 
-        It is kept free while exploration spends the rest of the budget.
+        Exploration leaves this time when it spends the rest of the budget.
         """
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
@@ -182,7 +182,8 @@ class Evaluation:
     def _why_finished(self, tied: bool) -> End:
         """Return why a search is over that would have no further probes with any budget.
 
-        `tied` is True if more turns couldn't tell the leading layouts apart.
+        `tied` is True if the two fastest layouts differ by so little that more turns couldn't tell
+        which is faster.
         """
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -259,10 +260,10 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if there is a device that ran out of memory and never ran anything.
+        """True if there is a device on which every probe ran out of memory.
 
-        The model is then assumed to be too large for it. A device whose memory other processes also
-        use doesn't count.
+        The model is then assumed to be too large for that device. A device whose memory other
+        processes also use doesn't count.
         """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -308,11 +309,12 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The best layout, according to the turns that led to its choice.
+        """The best layout, according to the measurements that led to its choice.
 
-        A layout that the race hasn't measured yet counts with its measurements from exploration,
-        unless its shares are so close to a raced layout's that no measurement would show the
-        difference. If no measured layout may run any more, it is the best of all that ran.
+        The layouts of the race count with their turns, and layouts that only exploration measured
+        with those measurements. The latter don't count if their shares are so close to those of a
+        layout in the race that no measurement would show the difference. If no layout may run any
+        more, the result is the best of all that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
@@ -343,7 +345,7 @@ class Evaluation:
     def _results_that_ran(self) -> dict[Layout, Result]:
         """The result over all turns of every layout that ran as one training and may run again.
 
-        If none may run again, all layouts that ran are included.
+        If no layout may run again, all layouts that ran are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -368,18 +370,18 @@ class Evaluation:
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative half-width of a lone step's 95 % interval.
+        """The relative half-width of the 95 % interval of a probe that timed a single step.
 
-        It is estimated from all lone steps of the search.
+        It is estimated from all such probes of the search.
         """
         lone = [one for one in self._seen.timed() if one.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that determine a layout's samples/s, by number.
+        """Return the measurements that determine a layout's samples/s, by turn.
 
-        They are the turns of `Observations.turns`. For a layout that was never measured without
-        contention, they are its measurements in the solo stage.
+        Measurements in the solo stage, where all devices run at the same time, are used only if
+        there are no others.
         """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
@@ -473,13 +475,13 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and the smaller layout that ran."""
+        """Pairs of a layout that ran out of memory in the race, and the smaller one that ran."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next pack of each mode that was still gaining when the budget for packs was spent."""
+        """The next pack in each mode that was still gaining when the packs' budget was spent."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
@@ -488,7 +490,7 @@ class Evaluation:
     def _enough_seconds(self) -> float:
         """The budget in seconds that would have sufficed to measure every layout once.
 
-        It includes one more pack of each mode whose packs were still gaining.
+        If packs of a mode were still gaining, it includes one more pack of that mode.
         """
         budget = self.budget
         live = self.model.live
@@ -507,10 +509,10 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how much longer an exchange takes over several hosts than within one, in seconds.
+        """Return how many seconds longer an exchange of all devices takes over several hosts.
 
-        The index is the number of hosts, and all devices take part. Return an empty tuple for a
-        single host.
+        The index is the number of hosts; an exchange within one host is the reference. Return an
+        empty tuple if there is only one host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

@@ -14,9 +14,9 @@ from .texts import TextPolicy
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
     """Return the next probes, to be run at the same time.
 
-    They are one round of devices that each run alone or, once no such round is worth its time, a
-    probe of a split (only if `with_splits`) or of one device while the others are idle. Return an
-    empty tuple if no measurement is worth its time, or if none fits the budget.
+    They are a round in which each device runs alone. If no such round is worth its time, the result
+    is a single probe: of a split (only if `with_splits`), or of one device while the others are
+    idle. Return an empty tuple if no measurement is worth its time, or if none fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

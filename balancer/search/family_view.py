@@ -58,11 +58,11 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The global batch for layouts that the search doesn't size, such as placements.
+        """The global batch for layouts whose best batch isn't searched, such as placements.
 
-        It is the fixed batch, else the best solo layout's batch, else the smallest batch that
-        didn't fit on a device alone. It is None if none of these is known yet, or if rows are
-        assigned by cost.
+        It is the fixed batch, if there is one. Otherwise it is the batch of the best solo layout
+        or, if none ran, the smallest batch that didn't fit on a device alone. It is None if none of
+        these is known yet, or if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -100,7 +100,8 @@ class FamilyView:
     def _logical_pack(self, plain: Layout) -> Layout:
         """Return the pack on logical devices, with as many trainings as the best plain pack.
 
-        If the budget doesn't suffice for that, return the largest logical pack that was measured.
+        If the budget doesn't suffice for that pack, return the largest pack on logical devices that
+        was measured.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())

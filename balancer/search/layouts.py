@@ -65,8 +65,8 @@ BALANCE = LayoutOptions(
 class Candidate(msgspec.Struct, frozen=True):
     """One layout in the race, and the family that offers it.
 
-    `extra` is True if it isn't its family's first candidate. If the budget runs out before an extra
-    candidate is measured, it isn't reported as missing.
+    A family's candidates after the first may be `extra`. If the budget runs out before an extra
+    candidate is measured, the report doesn't name it as missing.
     """
 
     family: Family
@@ -85,8 +85,8 @@ class Candidate(msgspec.Struct, frozen=True):
     def simplicity(self) -> tuple[int, int, int, int, int]:
         """The sort key that decides a tie: the layout with the smallest key is the simplest to use.
 
-        It compares, in this order, the number of knobs, of additional passes, the family's
-        simplicity, the number of devices, and that of trainings.
+        The key consists of the number of knobs, the number of passes beyond one on each device, the
+        family's simplicity, the number of devices, and the number of trainings.
         """
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0

@@ -58,8 +58,9 @@ def fit_exchange_costs(
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
-    Costs are linear in the number, and never decrease. If only one number of devices was measured,
-    fewer cost proportionally less, and more cost the same. Without samples, all costs are 0.
+    Costs are a linear function of the number, and never decrease. If all samples have the same
+    number, fewer cost proportionally less, and more cost the same. Without samples, all costs are
+    0.
     """
     # the cost of k devices depends on the number of others, k - 1
     found = []
@@ -149,11 +150,11 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the costs, raised for numbers of devices that no split has shown.
+        """Return the costs, raised for numbers of devices that no split has had.
 
-        Splits have shown the costs of up to `widest` devices. More devices cost at least as much as
-        the known link takes. Links between hosts aren't known, so the costs of several hosts are
-        returned unchanged.
+        Splits had up to `widest` devices. A split over more devices is assumed to cost at least as
+        much as the known link takes. Links between hosts aren't known, so the costs over several
+        hosts are returned unchanged.
         """
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -165,8 +166,8 @@ class MachineModel:
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
         """Return at least how many seconds an exchange adds to a step of `ranks` ranks.
 
-        Computation hides a part of the exchange. The batch is assumed to be divided evenly, and the
-        slowest device hides the largest part. A free batch is assumed to be as large as fits.
+        Computation hides a part of the exchange, and hides most of it on the slowest device. The
+        batch is assumed to be divided evenly. A free batch is assumed to be as large as fits.
         """
         batch = self.problem.global_batch
         left = []
@@ -219,10 +220,10 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's compute time (own work) in a split, predicted from its times alone.
+        """Return the compute time (own work) that each device should have in a split.
 
-        The times are in seconds, in the order of the active devices; devices that never ran alone
-        are left out.
+        It is predicted from the device's times alone, in seconds. The devices are in the order of
+        the active devices; those that never ran alone are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -260,8 +261,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        The passes are the fastest if these certainly fit, else smaller. Return None if there is no
-        such layout.
+        If the fastest passes certainly fit, the layout has these, and otherwise smaller ones.
+        Return None if there is no such layout.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -76,9 +76,10 @@ class Observations:
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
         """Record how many bytes of each device other processes hold.
 
-        The highest number counts, because those processes may use as much again. Once a device has
-        raced, only its last turn counts: memory that others held during exploration may be free
-        again. An observation after a check is as recent as that check, whatever its own turn is.
+        During exploration, the highest number counts, because those processes may use as much
+        again. Once a device has been in the race, only its last turn counts, because memory that
+        was held during exploration may be free again. An observation after a check is as recent as
+        that check, whatever its own turn is.
         """
         probe = seen.probe
         raced = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
@@ -89,10 +90,10 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes hold as much of the device as when `seen` ran out of memory.
+        """True if other processes may hold as much of the device as when `seen` ran out of memory.
 
-        Other processes are those outside this session. Also True if they hold more, or if their
-        memory is unknown.
+        Other processes are those outside this session. The result is True also if their memory is
+        unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 

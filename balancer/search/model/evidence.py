@@ -77,7 +77,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 def read_device(store: Observations, position: int) -> DeviceEvidence:
     """Return the evidence about the device at `position`, from the observations of exploration.
 
-    After the first check, splits measured in the race and in checks count too.
+    Once a winner has been checked, splits that were measured in the race and in checks count too.
     """
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
@@ -101,9 +101,10 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 class _ObservationsByUse(msgspec.Struct):
     """A device's observations, grouped by what the device did in the probe.
 
-    `rounds`: alone in one pass while the other devices computed too. `others_idle`: alone in one
-    pass while the others were idle. `in_passes`: alone in several passes. `splits`: its share of a
-    split.
+    - `rounds`: alone in one pass, while the other devices computed too
+    - `others_idle`: alone in one pass, while the other devices were idle
+    - `in_passes`: alone in several passes
+    - `splits`: its share of a split
     """
 
     rounds: list[Observation] = []
@@ -222,8 +223,8 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
 def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return the factor by which the device's steps now take longer because of throttling.
 
-    The factor is 1 if the device isn't throttled any more. It is the median ratio between the
-    throttled step times and the curve fitted to measurements without throttling.
+    If the device isn't throttled any more, the factor is 1. Otherwise it is the median ratio of a
+    step time while throttled to the time that other measurements, without throttling, predict.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
@@ -290,9 +291,9 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative standard error of one step over all probes but lone steps.
+    """Return the median relative standard error of one step over the given probes.
 
-    Return 0 if there are no other probes.
+    Probes that timed a single step don't count. Return 0 if there are no other probes.
     """
     certain = (one for one in seen if not one.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
@@ -313,10 +314,10 @@ def _own_seconds(seen: Timed, position: int) -> float:
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the evidence with drift between probes added to the relative errors of its points.
 
-    A device's speed drifts from probe to probe, for example because of heat, which the noise within
-    a probe doesn't show. The drift is the median of the differences from `_list_drifts`. A 0 is
-    added to these, so that a single pair of points, which one disturbance may have changed, doesn't
-    count as drift.
+    A device's speed drifts from probe to probe, for example because of heat. The noise within a
+    probe doesn't show that. The drift is the median of the differences from `_list_drifts` and an
+    additional 0. Because of the 0, a single pair of points, which one disturbance may have changed,
+    isn't taken for drift.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -335,10 +336,10 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how much the times of each two points of nearly the same batch differ.
+    """Yield how much the times of two points differ, for any two points of nearly the same batch.
 
-    The two points are of one device. The difference is the absolute logarithm of the ratio of the
-    times, minus what the difference of the batches may explain. It is 0 if the points' errors
+    Both points are of one device. The difference is the absolute logarithm of the ratio of their
+    times, minus what the small difference of the batches may explain. It is 0 if the points' errors
     explain the rest.
     """
     for device in devices:
@@ -361,7 +362,8 @@ def relative_error(seen: Timed) -> float:
 def step_error(seen: Timed) -> float:
     """Return the relative standard error of a step time, for fitting curves.
 
-    For a lone step, which doesn't show its noise, return the typical error of such steps.
+    If a probe timed a single step, its error isn't known, and the typical error of such steps is
+    returned.
     """
     return LONE_ERROR if seen.lone else relative_error(seen)
 
@@ -436,8 +438,8 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
     """Return the logarithm of the ratio of two times, and its standard error.
 
-    If the batches differ slightly, times are assumed to grow with the square root of the batch,
-    halfway between a level and a proportional curve.
+    If the batches differ slightly, the ratio is corrected for that. Times are assumed to grow with
+    the square root of the batch, which is between a level curve and proportional growth.
     """
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)

@@ -49,8 +49,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, in rising order, for fitting lines.
 
-        They are chosen from the largest batch down. If no two batches are clearly distinct, they
-        are the first and the last point.
+        Beginning with the largest batch, a point is left out if its batch is close to that of the
+        point before. If only one point would remain, they are the first and the last point.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
@@ -96,9 +96,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return the bytes per sample by which the last slope exceeds the previous slope.
+        """Return by how much the last slope exceeds the slope before it, in bytes per sample.
 
-        Return 0 if it doesn't.
+        Return 0 if the slope doesn't increase.
         """
         if len(self.distinct_points) < 3:
             return 0.0
@@ -109,8 +109,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_proportion(self) -> int | None:
         """Return the largest batch that fits if memory use is proportional to rows.
 
-        This is a safe estimate, because some of the memory is a fixed cost. Return None unless
-        exactly one batch was measured and none ran out of memory.
+        Memory use grows less than that, because a part of it is fixed, so the result is safe.
+        Return None unless exactly one batch was measured and none ran out of memory.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
@@ -120,11 +120,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        It is the prediction of the memory line. If the line is unknown or was refuted, it is a
-        batch between the largest that ran and the smallest that failed or, if none failed,
-        `BLIND_GROWTH` times the largest that ran. Return 0 if no batch can fit. With `optimistic`,
-        the batch just below the smallest that failed is tried, rather than one in between, as long
-        as fewer than two attempts ran out of memory.
+        It is the prediction of the memory line. The line may be unknown, or refuted by a batch that
+        ran out of memory. Then it is a batch between the largest that ran and the smallest that
+        failed or, if none failed, `BLIND_GROWTH` times the largest that ran. Return 0 if no batch
+        can fit. If `optimistic` and fewer than two attempts ran out of memory, the batch just below
+        the smallest that failed is tried instead of one in between.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -146,9 +146,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is `largest_to_try`, which may not fit, except in two cases: if memory use in bytes is
-        unknown and `bold` is False, or if two out-of-memory failures have refuted the memory line.
-        Then it is the largest batch that ran.
+        It is usually the batch of `largest_to_try`, which may not fit. In two cases, it is the
+        largest batch that ran: if memory use in bytes is unknown and `bold` is False, or if two
+        failures for lack of memory have refuted the memory line.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -179,10 +179,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest batch that takes at most `limit_bytes`, from the lines between points.
+        """Return the largest batch that takes at most `limit_bytes`.
 
-        The outermost lines are extrapolated. If there is a single point, the line from the origin
-        through it is used. Return `UNBOUNDED` if memory use doesn't grow with the batch.
+        Memory use is interpolated between the points, and extrapolated beyond the first and the
+        last. If there is a single point, it is assumed to be proportional to the batch. Return
+        `UNBOUNDED` if memory use doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])

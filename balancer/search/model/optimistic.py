@@ -61,9 +61,9 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
     """Return the seconds per sample that are assumed beyond the last point.
 
-    If the slope between the last points fell, it is assumed to fall further, as a power of the
-    batch: the result is the slope at about the middle of the next gap, which may reach
-    `BLIND_GROWTH` times the last batch. Otherwise, return the slope of `curve`.
+    If the slope became smaller from gap to gap, it is assumed to fall further, as a power of the
+    batch: the result is the slope at about the middle of the next gap. The next batch is assumed to
+    be up to `BLIND_GROWTH` times the last one. Otherwise, return the slope of `curve`.
     """
     first, middle, end = points[-3:]
     before = _slope(first, middle)
@@ -78,9 +78,9 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """True if the curve has a bend whose position the points don't determine.
+    """True if the points don't determine where the curve bends from level to rising.
 
-    This is the case if only one point lies beyond a level stretch, or if there are only three
+    That is the case if only one point lies beyond the level part, or if there are only three
     points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
@@ -110,9 +110,9 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
     """Return the slope with which time may continue in the gap before the point `right`.
 
-    `right` is an index. The result is the slope of the previous gap. The first gap has no previous
-    gap, so return its own slope `own`, or 0 if the next gap is clearly steeper: then time may have
-    been level in the first gap.
+    `right` is an index. The result is the slope of the gap before. For the first gap, it is the
+    gap's own slope `own`. If the second gap is clearly steeper, however, time may have been level
+    in most of the first, and the result is 0.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])

@@ -72,8 +72,8 @@ class Point(msgspec.Struct, frozen=True):
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
     """Return the simplest curve that fits the points; None without points.
 
-    `among` is the number of devices that share a step. It only matters for stairs: see
-    `Stairs.curve`.
+    `among` is the number of devices that share a step. It matters only if the curve is a step
+    function, see `Stairs.curve`.
     """
     return _fit_points(tuple(points), among)
 
@@ -206,8 +206,9 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
     """Return, for each point, its batch and the factor by which to multiply the line there.
 
-    The factor is the point's time divided by the line's, but shrunk towards 1 by the fraction of
-    the deviation that noise explains. Return an empty list if noise explains all deviations.
+    The factor is the ratio of the point's time to the line's time, but moved towards 1 by the
+    fraction of the deviation that noise explains. Return an empty list if noise explains all
+    deviations.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -236,8 +237,8 @@ def rising_line(
     """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
 
     The slope is never negative. If the best intercept would be negative, the line goes through the
-    origin, unless `intercept_not_negative` is False. If all samples have the same x, the line also
-    goes through the origin. `samples` must not be empty; weights are 1 / variance of y.
+    origin instead, unless `intercept_not_negative` is False. It goes through the origin also if all
+    samples have the same x. `samples` must not be empty; weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -258,9 +259,9 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the seconds that each further pass of a step takes beyond the time of its rows.
 
     They are the mean over `steps`, which all have several passes; `curve` is the time of one pass.
-    They are negative if a part of a step, such as the optimizer's, isn't repeated in each pass. A
-    lower limit prevents further passes from being nearly free: a further pass of `rows` rows takes
-    at least `LEVEL` (5 %) of the time of these rows.
+    They are negative if a part of a step, such as the optimizer's, isn't repeated in each pass. So
+    that further passes never seem nearly free, a pass of `rows` rows is assumed to take at least
+    `LEVEL` (5 %) of the time of these rows.
     """
     weights = []
     found = []
@@ -317,7 +318,7 @@ class Stairs(msgspec.Struct, frozen=True):
         return Curve(tuple(knots), tuple(knots.values()), self.rise * each, error=error)
 
     def _end(self, stair: int) -> tuple[int, int]:
-        """Return the smallest and the largest possible last batch of level number `stair`."""
+        """Return the smallest and the largest batch with which level number `stair` may end."""
         early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
         late = max(
             math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places
@@ -351,10 +352,10 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show the width of the stairs, in samples per level.
+    """True if the points show how wide the steps are, in samples per level.
 
-    `levels` are the numbers of the points' levels. That takes points on three levels, or on two
-    without a wide gap of batches between them. Otherwise, very different widths fit the points.
+    `levels` are the numbers of the points' levels. The points must be on three levels, or on two
+    levels whose nearest batches aren't far apart. Otherwise, very different widths fit the points.
     """
     rise = bisect_left(levels, levels[0] + 1)
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
@@ -416,8 +417,8 @@ def _find_parameters(
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
     """Return the lowest and the highest `shift` of `Stairs` that put each batch on its level.
 
-    `each` is the number of levels per sample. If the lowest exceeds the highest, `each` isn't
-    feasible.
+    `each` is the number of levels per sample. If no shift is possible for that number, the lowest
+    exceeds the highest.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
