@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from ..plan.layout import is_curve
@@ -40,6 +41,10 @@ MOST_STARVED = (
     0.5  # own code is a limit if a lack of cores explains at most this fraction of idle time
 )
 STARVED_ERROR = 0.25  # relative: threads don't all wait at the same time
+STARVED_REST_ERROR = 0.15  # the same, relative to the rest of the step
+# Relative: in trainings with one known cause, the rest of a step differed by up to this fraction
+# from a step without the cause, because caches are cold and cores asleep after a pause.
+REST_ERROR = 0.1
 MOST_ROWS = 1 << 24  # maximum rows per step for which shares are searched
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
 HALF = 0.5  # fraction of a once-per-step part that larger batches save
@@ -106,7 +111,8 @@ def judge_training(
     steps = tuple(
         divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
     )
-    step_s = max((each.step_s for each in steps), default=0.0)
+    known = [each.step_s for each in steps if each.step_s > 0]
+    step_s = fmean(known) if known else 0.0  # ranks wait for each other, so it is the same for all
     if step_s <= 0:
         return TrainingAnalysis(0.0, steps, (), None)
     parts = [*_list_single_parts(ranks, steps, step_s, competitors)]
@@ -159,7 +165,8 @@ class _Finder:
         seconds = means[place]
         if seconds < LEAST_SHARE * self._step_s:
             return
-        error_s = float(getattr(self._ranks[place].errors, name))
+        measured_s = float(getattr(self._ranks[place].errors, name))
+        error_s = _add_rest_error(measured_s, seconds, self._step_s)
         remedy = REMEDIES.get(kind, "")
         if self._ranks[0].framework == "tensorflow":
             remedy = IN_KERAS.get(kind, remedy)
@@ -174,9 +181,7 @@ class _Finder:
                 remedy=remedy,
             )
             return
-        waiting = [each.waiting_s for each in self._steps]
-        others_wait_s = max(waiting) - waiting[place]
-        spared *= min(1.0, max(others_wait_s, 0.0) / seconds)
+        spared *= min(1.0, max(self._find_lead(place), 0.0) / seconds)
         yield StepPart(
             kind=alone or kind,
             seconds=seconds,
@@ -186,6 +191,26 @@ class _Finder:
             remedy="" if alone else remedy,
             by=self._ranks[place].name,
         )
+
+    def _find_lead(self, place: int) -> float:
+        """Return for how long all other ranks wait for the rank at `place`, in seconds a step.
+
+        It is computed from what the ranks do, not from their waiting. Only some steps are timed, so
+        long waits in single steps are known less well than files and validation, which are timed in
+        all steps.
+        """
+        busy_s = [each.input_s + each.own_work_s + each.between_s for each in self._steps]
+        others = [seconds for other, seconds in enumerate(busy_s) if other != place]
+        return busy_s[place] - max(others)
+
+
+def _add_rest_error(measured_s: float, seconds: float, step_s: float) -> float:
+    """Return half of the 95 % interval of a part, widened by what its remedy changes elsewhere.
+
+    `measured_s` is half of the interval of its measured time, `seconds` is that time, and
+    `step_s` the duration of a step.
+    """
+    return math.hypot(measured_s, bound_error(seconds, step_s, REST_ERROR, REST_ERROR))
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
@@ -217,7 +242,7 @@ def _find_exchange(
         yield StepPart(
             kind=LimitKind.EXCHANGE,
             seconds=seconds,
-            error_s=min(each.errors.meeting_s for each in ranks),
+            error_s=_add_rest_error(min(each.errors.meeting_s for each in ranks), seconds, step_s),
             spared=HALF,
             remedy=REMEDIES[LimitKind.EXCHANGE],
         )
@@ -235,13 +260,12 @@ def _find_host(
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
-        # a rank may lack a core while it waits, too: that part of the wait is counted already
-        waiting_s = _wait_for_starved(ranks, steps[place]) * max(0.0, 1.0 - ranks[place].starved)
+        waiting_s = _wait_for_starved(ranks, steps[place], place, step_s)
         lost_s = min(step_s, starved_s + waiting_s)
         yield StepPart(
             kind=LimitKind.HOST_STARVED,
             seconds=lost_s,
-            error_s=bound_error(lost_s, step_s, STARVED_ERROR),
+            error_s=bound_error(lost_s, step_s, STARVED_ERROR, STARVED_REST_ERROR),
             by=competitors,
         )
     slowest = ranks[max(last, key=lambda each: steps[each].own_work_s)]
@@ -256,17 +280,29 @@ def _find_host(
         )
     idle_s = slowest.sums.mean("idle_own_s")
     if idle_s > 0 and starved_s <= MOST_STARVED * idle_s:
-        kind, error_s = LimitKind.OWN_CODE, slowest.errors.idle_own_s + starved_s
-        yield StepPart(kind=kind, seconds=idle_s - starved_s, error_s=error_s)
+        own_code_s = idle_s - starved_s
+        measured_s = slowest.errors.idle_own_s + starved_s
+        error_s = _add_rest_error(measured_s, own_code_s, step_s)
+        yield StepPart(kind=LimitKind.OWN_CODE, seconds=own_code_s, error_s=error_s)
 
 
-def _wait_for_starved(ranks: Sequence[MeasuredRank], step: RankStep) -> float:
-    """Return how long a rank waits in a step for ranks that lack a core, in seconds.
+def _wait_for_starved(
+    ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
+) -> float:
+    """Return the time for which a rank waits for ranks without a core in a step, in seconds.
 
-    If all ranks lack cores at times, each of them is the last one in some steps, so all of the
-    rank's waiting counts. Otherwise the result is 0.
+    It is 0 unless all ranks are starved, because each of them is then the last one in some steps.
+    A rank may lack a core while it waits, too, which is part of its starved time. So the result is
+    at most what is left of a step (`step_s` seconds) without starved time, computing and the
+    exchange.
     """
-    return step.waiting_s if all(each.starved >= LEAST_SHARE for each in ranks) else 0.0
+    if not all(each.starved >= LEAST_SHARE for each in ranks):
+        return 0.0
+    sums = ranks[place].sums
+    idle_s = sums.mean("idle_own_s") + sums.mean("idle_input_s")
+    computing_s = step.input_s + step.own_work_s + step.between_s - idle_s
+    left_s = step_s * (1 - ranks[place].starved) - computing_s - step.exchange_s
+    return min(step.waiting_s, max(0.0, left_s))
 
 
 def _find_unequal(

@@ -82,11 +82,13 @@ def test_the_gain_of_freed_cores_is_known_within_a_fifth(starved: float) -> None
 
 def test_ranks_without_cores_also_wait_for_each_other() -> None:
     """Each of two is the last one in half of the steps, and both would be as fast without it."""
-    late = rank(own_work_s=0.06, meeting_s=0.021)._replace(starved=0.5)
-    other = rank("GPU:1", own_work_s=0.06, meeting_s=0.021)
+    times = {"own_work_s": 0.06, "idle_own_s": 0.03, "meeting_s": 0.021}
+    late = rank(**times)._replace(starved=0.5)
+    other = rank("GPU:1", **times)
     (limit, *_) = judge_training([late, other._replace(starved=0.5)]).limits
     assert limit.kind is LimitKind.HOST_STARVED
-    assert limit.milliseconds == pytest.approx(0.5 * 81 + 0.5 * 20), "half of the wait has no core"
+    blocked = 81 - 0.5 * 81 - 30 - 1  # of the 20 ms that it waits, the rest has no core
+    assert limit.milliseconds == pytest.approx(0.5 * 81 + blocked)
     (limit, *_) = judge_training([late, other]).limits
     assert limit.milliseconds == pytest.approx(0.5 * 81), "the other one has all cores it needs"
 

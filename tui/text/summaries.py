@@ -504,7 +504,10 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
         return "; the plan's figure is too uncertain to compare"
     if len(rival.batches) - rival.batches.count(0) > 1:
         return f"; none was measured near {sum(own.batches)} samples"
-    return "; less than in the plan, so a device alone was not measured at its best batch"
+    return (
+        "; less than in the plan, so a device alone was not measured at its best batch, or "
+        "without the plan's loader workers or options"
+    )
 
 
 def _versus(own: RatedLayout, rival: RatedLayout) -> str:

@@ -81,6 +81,7 @@ _SHOWN: dict[Phase, Doing] = {OWN: OWN, SUM: SUM, UPDATE: UPDATE}  # all others 
 _STEPS, _FILES, _VALIDATION = map(
     StepSums.__struct_fields__.index, ("steps", "files_s", "validation_s")
 )
+_IDLE = slice(StepSums.__struct_fields__.index("idle_input_s"), None)
 PARTS_END = (
     StepSums.__struct_fields__.index("between_s") + 1
 )  # end of the fields that don't overlap
@@ -173,7 +174,7 @@ class _CpuTimes:
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
-        self.stands_for = stands_for  # number of batches timed since the last measurement
+        self.stands_for = stands_for  # number of batches since the last measurement
         self._clock = clock
         self._thread = get_ident()  # the thread in which own work began
         self._all_began_s = clock.computed_by_all()
@@ -206,6 +207,9 @@ class _MarkedStep(NamedTuple):
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
+    validations: tuple[
+        int, int
+    ]  # batches of a validation before the loop that began with it, and after its update
     is_shared: bool  # `done` is the next batch's first mark
     untimed: _Untimed  # the batches since the last timed one
 
@@ -271,6 +275,8 @@ class StepTimer:
         self._before: Sequence[tuple[Phase, Any]] = ()  # the same for the batch that began a loop
         # True if validation ran since the last update or the end of the last loop
         self._validates = False
+        self._validation_batches = 0  # number of batches of that validation
+        self._validated_before = 0  # the same, of a validation before the loop of the newest batch
         self._batches = 0  # number of batches that have begun
         # True once the batch's gradients were computed, and applied
         self._computed = self._applied = False
@@ -278,7 +284,7 @@ class StepTimer:
         self._behind = math.nan
         self._strides = cycle(STRIDES)
         self._measured_at = 1  # the number of the next batch whose CPU times are measured
-        self._since_measured = 0  # number of batches timed since the last measurement
+        self._last_measured = 0  # the number of the last batch whose CPU times were measured
         self._cpu: _CpuTimes | None = None  # of the newest batch
         self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
         # counts the bytes written by the loop's thread, from its first batch on
@@ -310,18 +316,19 @@ class StepTimer:
         if self._writes is None:
             self._writes = ThreadWrites()
             self._written = self._writes.count_bytes()
-        self._before = ()
+        self._before, self._validated_before = (), 0
         if self._apart:
             self._note_files(self._apart)
             self._before, self._apart = self._apart, []
+            self._validated_before = self._validation_batches if self._validates else 0
         self._batches += 1
         self._cpu = None
         self._timed = True
-        self._since_measured += 1
         if self._batches >= self._measured_at:
             self._measured_at = self._batches + next(self._strides)
-            self._cpu = _CpuTimes(self._clock, self._idle_s, self._since_measured)
-            self._since_measured = 0
+            stands_for = self._batches - self._last_measured
+            self._cpu = _CpuTimes(self._clock, self._idle_s, stands_for)
+            self._last_measured = self._batches
         self._marks = [(OWN, self._clock.mark())]
         self._computed = self._applied = self._validates = self._disturbed = False
         self._behind = math.nan
@@ -459,8 +466,8 @@ class StepTimer:
     def note_validation(self) -> None:
         """Record that a validation batch begins.
 
-        The time of a validation is measured from its first batch until its last batch begins. This
-        method does nothing while a training step computes.
+        The time of a validation is measured from its first batch until its last batch begins; see
+        `_add_last_batch` for the last one. This method does nothing while a training step computes.
         """
         if self._doing is not None:
             self._note_untimed_validation()
@@ -474,6 +481,7 @@ class StepTimer:
         phase = BETWEEN if marks[-1][0] == VALIDATION else VALIDATION
         self._note_files(marks)
         marks.append((phase, self._clock.mark()))
+        self._validation_batches = 1 + (self._validation_batches if self._validates else 0)
         self._validates = True
         if phase == BETWEEN:
             self._begin_between()
@@ -487,6 +495,7 @@ class StepTimer:
         if self._doing not in (BETWEEN, VALIDATION):
             return
         now = time.perf_counter()
+        self._validation_batches = 1 + (self._validation_batches if self._validates else 0)
         if self._validates:
             self._validated = (self._validated[0], now)
             self._doing = BETWEEN
@@ -608,6 +617,7 @@ class StepTimer:
             self._disturbed,
             self._behind,
             self._cpu,
+            (self._validated_before, self._validation_batches if self._validates else 0),
             self._next_timed,
             self._untimed,
         )
@@ -620,7 +630,10 @@ class StepTimer:
     def _note_validated(self) -> None:
         """Add the time of a validation, which has ended, to the untimed batches."""
         begun, ended = self._validated
-        self._untimed.validation_s += (ended or time.perf_counter()) - begun
+        whole_s = time.perf_counter() - begun
+        known_s = ended - begun if ended else whole_s
+        last_s = _last_batch_seconds(known_s, self._validation_batches)
+        self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
         """End a loop; the time until the next batch is added to the sums, but to no step's time."""
@@ -663,7 +676,8 @@ class StepTimer:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
         `marked` is the batch, and `spent` has its times. Time for files and validation isn't
-        weighted, because it is measured in every batch.
+        weighted, because it is measured in every batch. Idle time already counts for all batches
+        since it was last measured.
         """
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
@@ -674,6 +688,7 @@ class StepTimer:
         weighted[_STEPS] = spent.sums[_STEPS] + untimed.steps
         weighted[_FILES] = spent.sums[_FILES] + untimed.files_s
         weighted[_VALIDATION] = spent.sums[_VALIDATION] + untimed.validation_s
+        weighted[_IDLE] = spent.sums[_IDLE]
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
@@ -710,6 +725,7 @@ class StepTimer:
         """Compute the times of a step that the device has finished from its marks."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
+        _add_last_batch(spans, last_s, marked.validations[1])
         if asked is None:
             sums = self._sum_up(marked, spans, 0.0)
             return _StepDurations(spans, last_s, math.nan, math.nan, sums)
@@ -755,7 +771,8 @@ class StepTimer:
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
         if marked.apart:
-            apart, _ = _add_spans(self._clock.seconds, marked.apart, marked.marks[0][1])
+            apart, rest_s = _add_spans(self._clock.seconds, marked.apart, marked.marks[0][1])
+            _add_last_batch(apart, rest_s, marked.validations[0])
             files_s += apart.get(FILES, 0.0)
             validation_s += apart.get(VALIDATION, 0.0)
             between_s += apart.get(BETWEEN, 0.0)
@@ -818,6 +835,27 @@ def _add_spans(
         spans[phase] = spans.get(phase, 0.0) + took_s
         phase, start = following, stop
     return spans, took_s
+
+
+def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
+    """Move the last batch of a validation from the time between steps to the validation.
+
+    `spans` are the durations of phases, in which a validation of several `batches` ends when its
+    last batch begins, and `rest_s` is the time from there on. The last batch is assumed to take as
+    long as the others.
+    """
+    moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
+    if moved_s > 0 and BETWEEN in spans:
+        spans[VALIDATION] += moved_s
+        spans[BETWEEN] -= moved_s
+
+
+def _last_batch_seconds(others_s: float, batches: int) -> float:
+    """Return how long the last of some batches takes if the others take `others_s` seconds.
+
+    Return 0 if it is the only one.
+    """
+    return others_s / (batches - 1) if batches > 1 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
