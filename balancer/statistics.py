@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 from .number_format import relative_error
 from .types import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+# a higher correlation of consecutive values can't be estimated from few values
+MOST_CORRELATION = 0.8
 UNKNOWN = 0.25  # relative error of samples/s above which they aren't compared
 # relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
 # 1 or 2 %, and the first timed step may still allocate
@@ -41,6 +44,20 @@ def student(freedom: int) -> float:
     if freedom <= len(STUDENT_95):
         return STUDENT_95[freedom - 1]
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
+
+
+def find_correlation(values: Sequence[float]) -> float:
+    """Return the correlation between consecutive values, from 0 to `MOST_CORRELATION`."""
+    middle = fmean(values)
+    around = [each - middle for each in values]
+    whole = sum(each * each for each in around)
+    if whole <= 0:
+        return 0.0
+    in_a_row = sum(one * following for one, following in pairwise(around))
+    # the estimate from few values is too low, by about 1 / n plus four times itself / n
+    count = len(values)
+    found = in_a_row / whole
+    return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_CORRELATION)
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:

@@ -3,10 +3,11 @@
 The slowdown has a 95 % interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
-tens of percent, each training differently. They don't change the duration of a quick step: the 5th
-percentile of step times. So two trainings are compared by their quick steps. Work that isn't in
-every step, such as writing checkpoints or waiting for late rows, is added by its mean, but only as
-much as the second training certainly takes longer for it.
+tens of percent, each training differently. They don't change the duration of a quick step (the 5th
+percentile of step times) on a core at full speed. So two trainings are compared by their quick
+steps, corrected for the speed of the core (`quick_steps.py`). Work that isn't in every step, such
+as writing checkpoints or waiting for late rows, is added by its mean, but only as much as the
+second training certainly takes longer for it.
 
 A training's journal has a line for each window, a series of steps. Trainings without quick steps in
 their journals are compared by the means of these windows. A disturbance lasts for several windows,
@@ -18,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from statistics import fmean, median, variance
+from statistics import fmean, variance
 from typing import Literal
 
 import msgspec
@@ -29,21 +29,16 @@ from evener.live.journal import RecordedTraining, StartEntry, StepsEntry
 from evener.plan.file import Plan
 from evener.training.step_sums import StepSums
 
-from ..statistics import student
+from ..statistics import find_correlation, student
+from .quick_steps import QuickWindow, compare_quick_steps
 
 WARM_PART = 0.1  # fraction of a training's windows that is left out, because the machine warms up
 MOST_BLOCKS = 12
 FEWEST_WINDOWS = 5  # windows that must be left without the warm-up
-# a higher correlation of consecutive blocks can't be estimated from so few blocks
-MOST_CORRELATION = 0.8
 LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 # relative half-width of a 95 % interval: the speed of an undisturbed training differs from one
 # start to the next, because its memory is elsewhere and the machine's clocks differ
 START_ERROR = 0.02
-# only the quickest windows are compared, by their median: this fraction of all, but at least
-# FEWEST_QUICK
-QUICK_WINDOWS = 0.3
-FEWEST_QUICK = 3
 # mean compute time (own work) divided by that of a quick step, from which other parts' means aren't
 # used
 MOST_DISTURBED = 2.0
@@ -112,10 +107,10 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
     mean_ratio = per_sample[1].value / per_sample[0].value
     error = max(math.hypot(*(each.error / each.value for each in per_sample)), LEAST_ERROR)
     ratio, rare = mean_ratio, 0.0
-    if all(window.quick_s for each in windows for window in each):
-        quick = [_find_quick(each) for each in windows]
+    timed = [[window for window in each if window.quick_s] for each in windows]
+    if min(map(len, timed)) >= FEWEST_WINDOWS:
+        quick, error = _compare_quick((before, after), timed)
         ratio = quick[1].value / quick[0].value
-        error = math.hypot(START_ERROR, *(each.error / each.value for each in quick))
         rare = _find_rare(windows, quick) / quick[0].value
         rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step contains some of it
     batches = [_batch(each) for each in windows]
@@ -203,19 +198,28 @@ def _mean(
     if len(blocks) < 2:
         return _Mean(value, value)
     spread = variance(blocks)
-    alike = _find_correlation(blocks)
+    alike = find_correlation(blocks)
     inflated = spread * (1 + alike) / (1 - alike) / len(blocks)
     return _Mean(value, student(len(blocks) - 1) * math.sqrt(inflated))
 
 
-def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
-    """Return the time per sample of a training's quick steps, in seconds.
+def _compare_quick(
+    trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
+) -> tuple[list[_Mean], float]:
+    """Return each training's time per sample in quick steps at full core speed, in seconds.
 
-    It is the median over the windows with the quickest steps.
+    The second result is the half-width of the 95 % interval of their ratio, relative to it.
+    `windows` are the windows of the trainings.
     """
-    seconds = sorted(window.quick_s * window.steps / window.samples for window in windows)
-    kept = seconds[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(seconds)))]
-    return _Mean(median(kept), (kept[-1] - kept[0]) / 2)
+    starts = [each.start for each in trainings]
+    quick = [
+        [QuickWindow(each.quick_s * each.steps / each.samples, each.core_s) for each in own]
+        for own in windows
+    ]
+    same_loop = starts[0].python == starts[1].python
+    steps, shared = compare_quick_steps(quick, same_loop)
+    error = math.hypot(START_ERROR, shared, *(each.error for each in steps))
+    return [_Mean(each.seconds, each.error * each.seconds) for each in steps], error
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
@@ -277,23 +281,6 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
     """Return the mean of `metric` over the windows, weighted by the windows' durations."""
     seconds = sum(each.seconds for each in windows)
     return sum(metric(each) * each.seconds for each in windows) / seconds
-
-
-def _find_correlation(blocks: Sequence[float]) -> float:
-    """Return the correlation between consecutive blocks, from 0 to `MOST_CORRELATION`.
-
-    `blocks` are the blocks' means.
-    """
-    middle = fmean(blocks)
-    around = [each - middle for each in blocks]
-    whole = sum(each * each for each in around)
-    if whole <= 0:
-        return 0.0
-    in_a_row = sum(one * following for one, following in pairwise(around))
-    # the estimate from few blocks is too low, by about 1 / n plus four times itself / n
-    count = len(blocks)
-    found = in_a_row / whole
-    return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_CORRELATION)
 
 
 def _compare_phases(

@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import RequestError
+from ..system.core_speed import PYTHON, CoreSpeed
 from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from ..training.noise_scale import NoiseScale
@@ -54,6 +55,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
     reason: str = ""  # why the launcher restarted it
+    python: str = ""  # version, such as "3.12"; empty: unknown
     plan_created: str = ""  # the plan's creation time, which identifies it; empty: no plan
 
 
@@ -80,6 +82,7 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
     samples: Count  # of all devices
     sums: StepSums = StepSums()  # sums over the steps that the first rank timed
     quick_s: Rate = 0.0  # 5th percentile of its step times; 0: unknown
+    core_s: Rate = 0.0  # time of a fixed loop on its core (system/core_speed.py); 0: unknown
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
@@ -197,6 +200,7 @@ class TrainingJournal:
         self._first_s = 0.0  # the time from which windows of steps are counted
         # the start of the current window: number of steps, time, and the first rank's sums
         self._window: tuple[int, float, StepSums] | None = None
+        self._core = CoreSpeed()
         self._changes: set[ShareChange] = set()
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
@@ -224,6 +228,7 @@ class TrainingJournal:
         low percentile of the step times since its last call, in seconds. Entries stay in memory
         until the next report is recorded, because writing may be slow.
         """
+        self._core.sample(at_s)
         if self._window is None:
             self._first_s = at_s
             self._window = (step, at_s, sums())
@@ -238,7 +243,9 @@ class TrainingJournal:
         steps = step - begun
         samples = steps * sum(self._shares)
         sums_s = now.minus(before)
-        self._noted.append(StepsEntry(time.time(), steps, seconds, samples, sums_s, quick()))
+        self._noted.append(
+            StepsEntry(time.time(), steps, seconds, samples, sums_s, quick(), self._core.take())
+        )
         if len(self._noted) > MOST_UNWRITTEN:
             del self._noted[0]
 
@@ -314,6 +321,7 @@ class TrainingJournal:
                 pid,
                 start_ticks(pid) or 0,
                 restart_reason(),
+                PYTHON,
                 self._plan_created,
             )
         )

@@ -10,6 +10,7 @@ This module has no side effects.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -161,6 +162,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # of a step
     error_s: float = 0.0  # half of the 95 % interval of `seconds`
     high_error_s: float | None = None  # the upper half of the interval, if it differs
+    rest_error_s: float = 0.0  # half of the interval of what a remedy changes in the rest of a step
     remaining_s: float = 0.0  # seconds that the usual remedy may leave or add
     spared: float = 1.0  # the fraction of `seconds` that the remedy saves
     without_s: float | None = None  # the measured duration of a step without the limit
@@ -253,7 +255,11 @@ def _shorten(part: StepPart, seconds: float) -> StepPart:
     rest = seconds / part.seconds
     high_s = None if part.high_error_s is None else part.high_error_s * rest
     return msgspec.structs.replace(
-        part, seconds=seconds, error_s=part.error_s * rest, high_error_s=high_s
+        part,
+        seconds=seconds,
+        error_s=part.error_s * rest,
+        high_error_s=high_s,
+        rest_error_s=part.rest_error_s * rest,
     )
 
 
@@ -295,14 +301,17 @@ def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
 def _describe(step_s: float, part: StepPart) -> TrainingLimit:
     seconds = min(part.seconds, step_s)
     left = _find_remaining_time(step_s, part)
+    rest_error_s = part.spared * part.rest_error_s
+    longer_s = math.hypot(left.most_s - left.seconds, rest_error_s)
+    shorter_s = math.hypot(left.seconds - left.least_s, rest_error_s)
     return TrainingLimit(
         kind=part.kind,
         milliseconds=seconds * 1e3,
         share=seconds / step_s,
         remedy=part.remedy or part.kind.usual_remedy,
         gain=_gain(step_s, left.seconds),
-        gain_low=_gain(step_s, left.most_s),
-        gain_high=_gain(step_s, left.least_s),
+        gain_low=_gain(step_s, left.seconds + longer_s),
+        gain_high=_gain(step_s, left.seconds - shorter_s),
         by=part.by,
         measured=part.without_s is not None,
     )

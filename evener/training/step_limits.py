@@ -165,8 +165,8 @@ class _Finder:
         seconds = means[place]
         if seconds < LEAST_SHARE * self._step_s:
             return
-        measured_s = float(getattr(self._ranks[place].errors, name))
-        error_s = _add_rest_error(measured_s, seconds, self._step_s)
+        error_s = float(getattr(self._ranks[place].errors, name))
+        rest_error_s = _find_rest_error(seconds, self._step_s)
         remedy = REMEDIES.get(kind, "")
         if self._ranks[0].framework == "tensorflow":
             remedy = IN_KERAS.get(kind, remedy)
@@ -176,6 +176,7 @@ class _Finder:
                 kind=kind,
                 seconds=seconds,
                 error_s=error_s,
+                rest_error_s=rest_error_s,
                 remaining_s=remaining_s,
                 spared=spared,
                 remedy=remedy,
@@ -186,6 +187,7 @@ class _Finder:
             kind=alone or kind,
             seconds=seconds,
             error_s=error_s,
+            rest_error_s=rest_error_s,
             remaining_s=remaining_s,
             spared=spared,
             remedy="" if alone else remedy,
@@ -204,13 +206,12 @@ class _Finder:
         return busy_s[place] - max(others)
 
 
-def _add_rest_error(measured_s: float, seconds: float, step_s: float) -> float:
-    """Return half of the 95 % interval of a part, widened by what its remedy changes elsewhere.
+def _find_rest_error(seconds: float, step_s: float) -> float:
+    """Return half of the 95 % interval of what a remedy changes in the rest of a step, in seconds.
 
-    `measured_s` is half of the interval of its measured time, `seconds` is that time, and
-    `step_s` the duration of a step.
+    The remedy takes away a part of `seconds` in a step of `step_s` seconds.
     """
-    return math.hypot(measured_s, bound_error(seconds, step_s, REST_ERROR, REST_ERROR))
+    return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
@@ -242,7 +243,8 @@ def _find_exchange(
         yield StepPart(
             kind=LimitKind.EXCHANGE,
             seconds=seconds,
-            error_s=_add_rest_error(min(each.errors.meeting_s for each in ranks), seconds, step_s),
+            error_s=min(each.errors.meeting_s for each in ranks),
+            rest_error_s=_find_rest_error(seconds, step_s),
             spared=HALF,
             remedy=REMEDIES[LimitKind.EXCHANGE],
         )
@@ -280,10 +282,12 @@ def _find_host(
         )
     idle_s = slowest.sums.mean("idle_own_s")
     if idle_s > 0 and starved_s <= MOST_STARVED * idle_s:
-        own_code_s = idle_s - starved_s
-        measured_s = slowest.errors.idle_own_s + starved_s
-        error_s = _add_rest_error(measured_s, own_code_s, step_s)
-        yield StepPart(kind=LimitKind.OWN_CODE, seconds=own_code_s, error_s=error_s)
+        yield StepPart(
+            kind=LimitKind.OWN_CODE,
+            seconds=idle_s - starved_s,
+            error_s=slowest.errors.idle_own_s + starved_s,
+            rest_error_s=_find_rest_error(idle_s - starved_s, step_s),
+        )
 
 
 def _wait_for_starved(

@@ -174,7 +174,7 @@ def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -
                 turned.now += seconds
                 if number < count or not made.count(32, (3, 4)):
                     made.report(32, devices=(0,), workload="train.py", tokens=(3, 4))
-            windows = [msgspec.structs.replace(each, at=0.0) for each in journal._noted]
+            windows = [msgspec.structs.replace(each, at=0.0, core_s=0.0) for each in journal._noted]
             made.close()
             assert not made.count(32), "after its end"
         return [(each.step, each.samples_per_second, each.padding) for each in written], windows

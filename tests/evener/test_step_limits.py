@@ -82,7 +82,7 @@ def test_the_gain_of_freed_cores_is_known_within_a_fifth(starved: float) -> None
 
 def test_ranks_without_cores_also_wait_for_each_other() -> None:
     """Each of two is the last one in half of the steps, and both would be as fast without it."""
-    times = {"own_work_s": 0.06, "idle_own_s": 0.03, "meeting_s": 0.021}
+    times: dict[str, Any] = {"own_work_s": 0.06, "idle_own_s": 0.03, "meeting_s": 0.021}
     late = rank(**times)._replace(starved=0.5)
     other = rank("GPU:1", **times)
     (limit, *_) = judge_training([late, other._replace(starved=0.5)]).limits

@@ -1,0 +1,145 @@
+"""Compares how long quick steps of two trainings take on a core at full speed.
+
+A core is up to half slower while its other hardware thread is busy, for seconds at a time, and so
+are equal steps. A training's windows therefore have the time of a fixed loop on the same core
+(`evener/system/core_speed.py`). Step times are compared by an analysis of covariance: the logarithm
+of a step's time rises linearly with that of the loop's time, with a common slope for both trainings
+(Fisher, Statistical Methods for Research Workers, 1932, chapter 8). The slope is estimated from the
+differences within each training, with a normal prior, as in Bayesian linear regression (Bishop,
+Pattern Recognition and Machine Learning, 2006, 3.3).
+
+Different code is slowed differently, so a corrected window is less certain the more it was
+corrected. Windows at full speed aren't corrected and count most. If a training has none of them,
+its interval is wide, so that nothing is claimed.
+
+The functions have no side effects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from ..statistics import find_correlation, student
+
+WINDOW_NOISE = 0.03  # relative standard deviation of a window's quick steps at one core speed
+ALIKE_WINDOWS = 8  # windows in a row that are alike, and count as one for the slope
+FULL_PART = 0.1  # fraction of the windows whose core is faster than full speed
+# logarithm of the loop's time: a core this much slower is still at full speed, as the loop's own
+# times vary
+FULL_RANGE = 0.1
+# relative standard deviation of the slope between times and trainings
+SLOPE_SPREAD = 0.3
+BELOW_ONE_DEVIATION = 0.16  # part of a normal distribution below one deviation under its mean
+# the slope to be expected before any window: its mean and standard deviation. A slope of 1 means
+# that a step slows as much as the loop does. Steps of layers and of Python on an EPYC had 0.5 to
+# 1.1, and steps that wait for a GPU have less.
+SLOPE_MEAN, SLOPE_DEVIATION = 0.5, 0.35
+MEDIAN_ERROR = 1.253  # standard error of a median, relative to that of a mean
+
+
+class QuickWindow(NamedTuple):
+    """The quick steps of one window of a training; the loop's time is 0 if it is unknown."""
+
+    step_s: float  # of a quick step, per sample
+    core_s: float  # of the fixed loop
+
+
+class QuickStep(NamedTuple):
+    """A training's quick step on a core at full speed: seconds per sample.
+
+    `error` is half of its 95 % interval, relative to it.
+    """
+
+    seconds: float
+    error: float
+
+
+def compare_quick_steps(
+    trainings: Sequence[Sequence[QuickWindow]], same_loop: bool
+) -> tuple[list[QuickStep], float]:
+    """Return each training's quick step at full speed, and the relative error that both share.
+
+    `trainings` has the windows of two trainings. The loop takes equally long in both if
+    `same_loop`; otherwise, as in another version of Python, each training is assumed to have had a
+    core at full speed in its fastest windows. The shared error is half of a 95 % interval, from the
+    slope.
+    """
+    slowed = _find_slowed(trainings, same_loop)
+    times = [[math.log(window.step_s) for window in each] for each in trainings]
+    slope, slope_error = _fit_slope(times, slowed)
+    steps = [_find_step(*each, slope) for each in zip(times, slowed, strict=True)]
+    apart = abs(fmean(slowed[0]) - fmean(slowed[1]))
+    return steps, 2 * slope_error * apart
+
+
+def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[list[float]]:
+    """Return how much slower each window's core was than at full speed, as a logarithm.
+
+    It is 0 at full speed, and for all windows if the loop's time is unknown in some.
+    """
+    if not all(window.core_s > 0 for windows in trainings for window in windows):
+        return [[0.0] * len(windows) for windows in trainings]
+    logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
+    full = [sorted(each)[int(FULL_PART * len(each))] for each in logs]
+    if same_loop:
+        full = [min(full)] * len(full)
+    return [
+        [max(0.0, value - limit - FULL_RANGE) for value in each]
+        for each, limit in zip(logs, full, strict=True)
+    ]
+
+
+def _fit_slope(
+    times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Return the common slope of step times over the slowness of cores, with its standard error.
+
+    Only differences within each training count, because the trainings themselves may differ.
+    """
+    squares = products = 0.0
+    for own_times, own_slowed in zip(times, slowed, strict=True):
+        middle, level = fmean(own_slowed), fmean(own_times)
+        for value, slow in zip(own_times, own_slowed, strict=True):
+            squares += (slow - middle) ** 2
+            products += (slow - middle) * (value - level)
+    weight = 1 / (ALIKE_WINDOWS * WINDOW_NOISE**2)
+    known = 1 / SLOPE_DEVIATION**2
+    precision = squares * weight + known
+    slope = (products * weight + SLOPE_MEAN * known) / precision
+    return max(0.0, slope), 1 / math.sqrt(precision)
+
+
+def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
+    """Return a training's quick step at full speed: the weighted median of its windows.
+
+    `times` and `slowed` are logarithms, and `slope` corrects the times. Other programs only make
+    windows slower, so the spread is taken from the windows below the median, and slow windows count
+    as at most two standard deviations above it.
+    """
+    spread = SLOPE_SPREAD * slope
+    values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]
+    weights = [1 / (WINDOW_NOISE**2 + (spread * slow) ** 2) for slow in slowed]
+    middle = _find_quantile(values, weights, 0.5)
+    deviation = middle - _find_quantile(values, weights, BELOW_ONE_DEVIATION)
+    alike = find_correlation([min(value, middle + 2 * deviation) for value in values])
+    whole = math.fsum(weights)
+    count = whole**2 / math.fsum(weight**2 for weight in weights)  # of equal weights (Kish, 1965)
+    standard_error = MEDIAN_ERROR * deviation / math.sqrt(count * (1 - alike) / (1 + alike))
+    by_chance = student(max(1, round(count) - 1)) * standard_error
+    slow = math.fsum(weight * each for weight, each in zip(weights, slowed, strict=True))
+    return QuickStep(math.exp(middle), math.hypot(by_chance, 2 * spread * slow / whole))
+
+
+def _find_quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
+    """Return the value at or below which the fraction `part` of the weight is."""
+    wanted = part * math.fsum(weights)
+    below = 0.0
+    pairs = sorted(zip(values, weights, strict=True))
+    for value, weight in pairs:
+        below += weight
+        if below >= wanted:
+            return value
+    return pairs[-1][0]

@@ -1,0 +1,51 @@
+"""Time a fixed loop, which shows how fast a core computes at the moment.
+
+A core is slower while its other hardware thread is busy, perhaps with another virtual machine, or
+while its clock is low. The same steps then take up to half as long again, for seconds, though no
+program waits for a core.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+
+LOOP = range(500)  # takes about 7 us
+TRIES = 3
+SAMPLE_SECONDS = 0.2  # minimum time between two samples
+LOW_PART = 0.1  # fraction of the samples that are shorter than the one that counts
+PYTHON = ".".join(platform.python_version_tuple()[:2])  # other versions take another time
+
+
+def time_loop() -> float:
+    """Return the seconds that the fixed loop takes on this core, the minimum of a few tries."""
+    least_s = float("inf")
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        for _ in LOOP:
+            pass
+        least_s = min(least_s, time.perf_counter() - began)
+    return least_s
+
+
+class CoreSpeed:
+    """Samples the speed of the core on which a thread runs."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._next_at = 0.0
+
+    def sample(self, now: float) -> None:
+        """Time the loop once, unless that was done shortly before `now` (monotonic seconds)."""
+        if now >= self._next_at:
+            self._next_at = now + SAMPLE_SECONDS
+            self._samples.append(time_loop())
+
+    def take(self) -> float:
+        """Return a low percentile of the loop's times since the last call; 0 without samples.
+
+        A low percentile of step times belongs to the same moments.
+        """
+        samples = sorted(self._samples)
+        self._samples = []
+        return samples[int(LOW_PART * len(samples))] if samples else 0.0
