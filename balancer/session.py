@@ -265,11 +265,11 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start the timers that stop running probes after the budget, and return them.
+        """Start two timers that stop running probes after the budget, and return them.
 
-        The first stops all probes unless one is running steps; the second stops every probe after
-        the grace period. There are no timers without a budget, or for a simulated prober, which
-        stops its own probes.
+        The first stops all probes, unless one of them is running steps. The second, after the grace
+        period, stops them in any case. There are no timers without a budget, or for a simulated
+        prober, which stops its own probes.
         """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
@@ -287,10 +287,10 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop the running probes because the budget is used up, unless one is in a `spared` phase.
+        """Stop all running probes because the budget is used up, unless one is in a `spared` phase.
 
-        If nothing was measured yet, wait until the workload is built, so that errors in the user's
-        code are reported.
+        If nothing was measured yet, first wait until the workload is built, so that errors in the
+        user's code are reported.
         """
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -353,7 +353,7 @@ class Session(EventThread):
     def _seconds(self) -> float:
         """Return the duration of the search in seconds.
 
-        If a complete run was resumed and nothing was measured, return its original duration.
+        If a resumed run had nothing left to measure, return its original duration.
         """
         if len(self._seen) == self._run.replayed:
             return self._run.record.clock_seconds

@@ -193,8 +193,8 @@ class RatedLayout(NamedTuple):
     def gain_of(self, other: RatedLayout) -> float | None:
         """Return the gain of `other`, such as the plan, over this layout: 0.17 for 17 % faster.
 
-        It is computed from the printed rates, unless it was measured in turns. Return None if the
-        layouts can't be compared.
+        A gain that was measured in turns is returned as it is. Otherwise it is computed from the
+        rates as they are printed. Return None if the layouts can't be compared.
         """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
@@ -266,9 +266,9 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout differs from the best one, so that it can be its rival.
+    """True if a measurement's layout can be a rival of the best layout.
 
-    The same single device at another batch doesn't count as different.
+    It can't if it is the best layout, or if both are the same single device at different batches.
     """
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -324,9 +324,9 @@ def plan_rivals(
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the measurement of the single device to compare the plan with; None if there is none.
 
-    If the plan is one device, it is another device. It is the device that was raced, unless another
-    device was faster at the same batch but no faster than the plan. A device that was faster than
-    the plan doesn't count, because it was measured while the machine was faster.
+    If the plan is one device, it is another device. It is the device that took part in the race.
+    Another device is preferred if it was faster at the same batch, but not if it was even faster
+    than the plan: it was then measured at a time when the machine was faster.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)
@@ -374,7 +374,7 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLay
 def _name_even(plan: Plan, even: Evidence) -> str:
     """Return the name of an even split with which the plan is compared.
 
-    If the plan is an even split too, the name says whether this one has a larger or smaller batch.
+    If the plan is an even split too, the name says that this one has a larger or smaller batch.
     """
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
@@ -385,7 +385,8 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 def _find_earlier(plan: Plan, single: Evidence) -> float:
     """Return the highest samples/s that one device alone reached at the batch of `single`.
 
-    Measurements of the plan's own devices don't count. Return 0 if `single` was at least as fast.
+    Measurements of the plan's own devices don't count. If `single` itself was at least as fast,
+    return 0.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0

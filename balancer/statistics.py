@@ -61,22 +61,22 @@ def find_correlation(values: Sequence[float]) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the relative half-width of a single step's 95 % interval.
+    """Return the relative half-width of the 95 % interval of a step that was timed only once.
 
-    `seconds` is the step's duration, and `first_seconds` that of the step before. The variance is
-    pooled from the usual variance of steps (`LONE_ERROR`) and the difference of these two. The
-    difference isn't used if the first step took over 20 % longer, because that step also traced
-    or tuned kernels.
+    `seconds` is its duration, and `first_seconds` that of the step before. The variance is pooled
+    from two sources: the usual variance of steps (`LONE_ERROR`), and the difference of these two
+    steps. If the first step took over 20 % longer, it also traced or tuned kernels, and the
+    difference isn't used.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the same half-width as `lone_error`, estimated from many pairs of steps.
+    """Return the relative half-width as in `lone_error`, but estimated from many pairs of steps.
 
-    A pair has the durations of a first step and of the step after it. Each pair's ratio is compared
-    with the median ratio, because first steps may take longer.
+    A pair has the durations of a first step and of the step after it. First steps may take longer
+    in general, so the ratio of each pair is compared with the median ratio.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])
@@ -84,10 +84,10 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return the relative half-width of a single step's interval.
+    """Return the relative half-width of the interval of a step that was timed only once.
 
-    It is estimated from relative `differences` between two steps. `fitted` is the number of their
-    degrees of freedom that fitted parameters have used up.
+    It is estimated from the relative differences in `differences`, each between two steps. `fitted`
+    is the number of degrees of freedom that are lost because parameters were fitted to them.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)

@@ -68,8 +68,8 @@ class ProbeLength(msgspec.Struct, frozen=True):
 class ProbeRepeat(msgspec.Struct, frozen=True):
     """The result of one run of a layout that is run several times in a row.
 
-    `samples` and `samples_per_second` cover this run and all earlier runs. `own` has the samples/s
-    of each device without the time it waits for other devices; None if unknown.
+    `samples` and `samples_per_second` include all earlier runs. `own` has the samples/s that each
+    device would reach if it didn't wait for other devices; None if unknown.
     """
 
     samples: int

@@ -137,11 +137,11 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return a layout's measurements by turn number.
 
-        `stage` is the race or, if the layout has knobs, the knobs stage, unless specified. A
-        measurement from before the race in which nothing else ran counts as turn 0 of the race,
-        unless the race has a turn 0. Turns in which a device was throttled are left out if there
-        are others. If checks show that the machine has changed, only the measurements since the
-        first check are returned.
+        `stage` is the stage that counts; by default, it is the race or, for a layout with knobs,
+        the stage of knobs. If the race has no turn 0 for the layout, a measurement from before the
+        race takes its place, provided that nothing else ran at the same time. Turns in which a
+        device was throttled are left out if there are others. If checks show that the machine has
+        changed, only the measurements since the first check are returned.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -165,10 +165,10 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and its turns since the first check, if the machine has changed.
+        """Return a layout's checks and its turns since the first check, if the machine changed.
 
-        The machine has changed if the intervals of all checks are below those of all turns before
-        the first check. Return an empty dict if it hasn't.
+        The machine has changed if the layout has become slower: the intervals of all checks are
+        below those of all turns before the first check. Otherwise return an empty dict.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -186,9 +186,10 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, except those slowed by a device that has recovered.
+        """Return a layout's checks by turn; a check that was slowed only temporarily is left out.
 
-        `timed` are all timed observations of the layout.
+        It was slowed temporarily if a device was throttled in it, and was measured without
+        throttling later. `timed` are all timed observations of the layout.
         """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
@@ -255,9 +256,9 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """True if other processes leave enough memory for what the layout of `seen` used.
+        """True if other processes leave as much memory as the layout of `seen` used.
 
-        Also True if one of these sizes is unknown.
+        The result is also True if one of these sizes is unknown.
         """
         _, others_bytes = self._held[position]
         if not others_bytes:
@@ -277,10 +278,10 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, seen: Observation) -> bool:
-        """True if the observation is a failure that is worth a retry.
+        """True if the observation is a failure, and the probe is worth another attempt.
 
-        It must have attempts left. An unsupported layout isn't retried, nor is an exception that
-        the workload raised while a device ran alone.
+        A probe has a limited number of attempts. An unsupported layout isn't tried again, nor is a
+        device alone on which the workload raised an exception.
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
@@ -296,7 +297,7 @@ class Observations:
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Return the total duration of the probes of some stages, by default of all, in seconds.
 
-        Failed attempts count too. Of probes that run at the same time, only the longest counts.
+        Failed attempts count too. If probes run at the same time, only the longest of them counts.
         Turns of the race after `until_turn` are left out.
         """
         wanted = stages or STAGES
@@ -322,14 +323,17 @@ class Observations:
     def largest_alone(self, position: int) -> float:
         """Return the maximum rows per pass with which the device ran alone in exploration.
 
-        Return 0.5, which is smaller than any batch but can be a divisor, if it never ran alone.
+        If it never ran alone, return 0.5: callers divide by the result, and it is below any batch.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device was measured in the race or a check, the last time unthrottled."""
+        """True if the device was not throttled in its last measurement in the race or in a check.
+
+        False if it wasn't measured there.
+        """
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
@@ -397,8 +401,8 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 def _undisturbed_turns(turns: Turns) -> Turns:
     """Return the turns without those in which a device was throttled.
 
-    If a device was throttled in all of them, return all. Lone steps, whose error is unknown, are
-    left out if there are other turns.
+    If a device was throttled in all of them, return all. If some of the remaining turns timed
+    several steps, those that timed a single step are left out too, because their error is unknown.
     """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

@@ -67,8 +67,9 @@ class Offers:
     def _offered_candidates(self) -> tuple[Candidate, ...]:
         """The families' candidates, before any is replaced by a smaller one.
 
-        A layout that a measurement couldn't distinguish from an earlier split is left out. If the
-        objective may trade speed, energy-efficient layouts are added as extra candidates.
+        A layout is left out if a measurement couldn't tell it from a split that comes before it. If
+        the objective may trade speed for energy, energy-efficient layouts are added as extra
+        candidates.
         """
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
@@ -81,9 +82,9 @@ class Offers:
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
         """Yield a family's candidates.
 
-        Solo layouts and uneven splits after the first are extra candidates. A family may offer a
-        layout of another kind, for example if the best split uses a single device. That candidate
-        belongs to the family of its kind.
+        After the first one, solo layouts and splits with unequal shares are extra candidates. A
+        family may offer a layout of another kind, for example a single device if that is better
+        than any split. Such a candidate belongs to the family of its own kind.
         """
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
@@ -115,9 +116,9 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without those that a measurement couldn't tell from an earlier split.
+    """Return the candidates without those that a measurement can't tell from an earlier split.
 
-    Layouts of rows assigned by cost are all returned.
+    Layouts whose rows are assigned by cost are all returned.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

@@ -59,7 +59,7 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured pack, or the next to measure if none has run yet.
+        """Return the best measured pack or, if none has run yet, the next one to measure.
 
         The best has the smallest number of trainings that is nearly as fast as the fastest. Return
         None if no pack ran and none is to be measured.
@@ -110,18 +110,20 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if all attempts ran out of memory and a smaller batch is worth another attempt.
+        """True if packs of `size` trainings always ran out of memory and a smaller batch may fit.
 
-        `tries` are the observations of packs of `size` trainings.
+        `tries` are the observations of these packs. After `RETREATS` of them, or for a fixed batch,
+        no smaller batch is tried.
         """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return a pack's combined samples/s over all its turns.
+        """Return a pack's combined samples/s, computed from all its turns.
 
-        All turns count, because a later check may refute the first value.
+        They include turns after the pack was chosen, because its first measurement may have been
+        too high.
         """
         return throughput(self._policy.seen.turns(layout)).value
 

@@ -36,9 +36,10 @@ class Predictions:
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest split over some of these devices, or one of them alone if faster.
+        """Return the fastest split over some or all of these devices, or a single device if faster.
 
-        Curves may include several passes (`PassCurve`). Return None if the batch doesn't fit.
+        The devices' curves may include steps in several passes (`PassCurve`). Return None if the
+        batch doesn't fit.
         """
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
@@ -60,9 +61,9 @@ class Predictions:
     def fastest_split(self) -> Allocation | None:
         """The split with the highest predicted samples/s that should fit; None if there is none.
 
-        A fixed batch may need shares for which the curves can't be trusted. Shares are computed in
-        several passes only if memory limits a device's share and passes gain enough to be worth a
-        measurement.
+        The shares are limited to those for which the curves can be trusted, unless a fixed batch
+        needs larger ones. Shares are computed in several passes only if memory limits a device's
+        share, and if passes gain enough to be worth a measurement.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
@@ -79,9 +80,9 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device that may use passes could compute more rows than fit in one pass.
+        """True if a device has time for more rows than fit in one pass, and may use several passes.
 
-        The device has as much time as a step of `found` takes, or any time if `found` is None.
+        The time is that of a step of `found`; it is unlimited if `found` is None.
         """
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
@@ -131,7 +132,8 @@ class Predictions:
     ) -> Allocation | None:
         """Return the fastest split over some or all of these devices; None if none fits.
 
-        `of` is the global batch; by default, it is the request's, which may be free.
+        `of` is the global batch. By default, it is the fixed batch of the request; if that is free
+        too, the split has its best batch.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch

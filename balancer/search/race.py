@@ -64,7 +64,7 @@ class Race:
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Return a probe for another turn of the chosen layout or its best rival.
 
-        It uses the rest of a budget that is to be spent whole (`Problem.spend_all`). Return an
+        Such turns use up a budget that is to be spent completely (`Problem.spend_all`). Return an
         empty tuple if there is no budget, or not enough of it left.
         """
         if self._problem.budget_seconds is None:
@@ -161,9 +161,9 @@ class Race:
         """Return the sort key of a candidate for its first turn; the lowest key is measured first.
 
         The key is the probe's duration in seconds divided by the expected samples/s, because fast
-        layouts with short probes should be measured before the budget runs out. Packs and
-        placements are expected to be as fast as the best of the other candidates. If families need
-        child processes of their own, their extra candidates come last.
+        layouts with short probes should be measured before the budget runs out. A pack or placement
+        is expected to be as fast as the fastest of the other candidates. If the race starts child
+        processes of its own, extra candidates come last.
         """
         comparable = [one]
         if not one.synchronous:
@@ -196,9 +196,9 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the current turn or, if that turn is complete, of a new turn.
 
-        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe. With
-        `settled`, the winner is already known, so all rivals take part and no time is reserved for
-        later turns.
+        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe. If
+        `settled`, the winner is known: all rivals take part, and no time is reserved for later
+        turns.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         # further turns replace those in which a device was throttled
@@ -217,8 +217,8 @@ class Race:
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
         """Return how much time must remain after a probe of a turn, in seconds.
 
-        It suffices for another such probe and, in the race stage, for a turn of the winner with
-        each knob.
+        It is enough for another such probe. In the race stage, it is also enough for a turn of the
+        winner with each knob.
         """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs
@@ -245,8 +245,8 @@ class Race:
         """Return the rivals that deserve another turn, and whether there is a tie.
 
         A tie is a pair of layouts that the rest of the budget can't tell apart. Only turns with a
-        lower number than `before` count. Rivals that were measured only once, while a device was
-        throttled, take precedence over all others.
+        lower number than `before` count. If some rivals were measured only once and throttled, only
+        they are returned, because nothing can be decided without another turn of them.
         """
         turns = {}
         for one in rivals:

@@ -47,8 +47,8 @@ TurnsByLayout = Mapping[Layout, Turns]
 class Difference(msgspec.Struct, frozen=True):
     """A mean over turns, with the standard deviation of a single turn.
 
-    It is the mean of a layout's samples/s, or of the relative difference between two layouts'
-    samples/s. `turns` is the number of turns.
+    It is the mean of a layout's samples/s, or of the relative difference of the samples/s of two
+    layouts. `turns` is the number of turns.
     """
 
     value: float
@@ -61,10 +61,11 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return the expected relative gain of being able to change to the layout.
+        """Return the gain to expect from being able to choose the layout instead of the other one.
 
-        It is E[max(0, d)], with d the true difference, so it is never negative. With `more_turns`,
-        it is the expected gain that remains after that many further turns of the same mean.
+        It is E[max(0, d)], where d is the true relative difference, so it is never negative. With
+        `more_turns`, it is the gain that could still be expected after that many further turns with
+        the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -177,8 +178,8 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    A layout may miss the tolerance by half the width of the difference's interval, but at most by
-    `EDGE_SLACK`.
+    The measured difference may exceed the tolerance by half the width of its interval, but at most
+    by `EDGE_SLACK`, because the true difference may be smaller.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -189,10 +190,11 @@ def undecided(
 ) -> tuple[list[Candidate], bool]:
     """Return the candidates that deserve another turn, and whether there is a tie.
 
-    A rival of the fastest candidate deserves another turn if a change to it may still gain more
-    than `LEAST_GAIN` and the remaining turns suffice to decide that. If they don't suffice, it is a
-    tie. They are at most `turns_left`, and at most `most_turns` in total. If a rival deserves
-    another turn, so does the fastest candidate, because they are compared within turns.
+    A rival deserves another turn if choosing it instead of the fastest candidate may still gain
+    more than `LEAST_GAIN`, and if the remaining turns are enough to decide that. If they aren't, it
+    is a tie. There are at most `turns_left` remaining turns, and a candidate has at most
+    `most_turns` in total. If a rival deserves another turn, so does the fastest candidate, because
+    the two are compared within turns.
     """
     if len(ran) < 2:
         return [], False
@@ -251,8 +253,8 @@ def throughput(turns: Turns) -> Interval:
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
     """Return the standard deviation of a single turn.
 
-    It pools the variance of `values`, one per turn, with an `assumed` variance that counts as
-    `DRIFT_WEIGHT` turns: a few turns may agree by chance.
+    `values` has one value per turn. A few turns may agree by chance, so their variance is pooled
+    with an `assumed` variance, which counts as `DRIFT_WEIGHT` turns.
     """
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)

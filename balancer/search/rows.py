@@ -59,10 +59,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time, in seconds, that a device would take alone for its share.
+        """Return the longest time, in seconds, that a device would take for its share alone.
 
-        The difference from the layout's step time shows what the devices lose by working together.
-        Return None if none of them ran alone.
+        A layout's step takes longer than that because its devices work together. Return None if
+        none of the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -141,10 +141,11 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a device alone, measured or else predicted.
+        """Return the samples/s of a device alone, measured or, if it wasn't measured, predicted.
 
-        A measurement with the others idle is preferred. A measurement from the solo stage counts
-        only if `contended`. The prediction is the same for indistinguishable devices.
+        A measurement with the other devices idle is preferred. A measurement from the solo stage,
+        where all devices run at the same time, counts only if `contended`. The prediction is the
+        same for devices that can't be distinguished.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -165,9 +166,10 @@ class RowPolicy:
     def _most_efficient(self) -> list[Allocation]:
         """Return the splits with the highest predicted samples/s per cost, the best first.
 
-        Costs, such as watts, are those of the objective for a device that computes or is idle. Only
-        splits that use fewer than all devices and are at most `max_slowdown` slower than the
-        fastest layout count. Return an empty list before any cost is known.
+        A cost is, for example, the power in watts. Each device has two for the objective: one while
+        it computes, and one while it is idle. Only splits over fewer than all devices count that
+        are at most `max_slowdown` slower than the fastest layout. Return an empty list before any
+        cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -273,13 +275,13 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield the splits with the smallest batches predicted within fractions of the tolerance.
+        """Yield the splits with the smallest batches that should lie within the tolerance.
 
-        The split of a smaller fraction (`PARTS`) is yielded only once the previous one was measured
-        and is too slow. If a measured split has a batch that is no larger and is fast enough, it
-        takes the place of the prediction. The same holds for a checked split that is fast enough,
-        whatever its batch is: of many batches near the edge of the tolerance, one would seem fast
-        enough by chance.
+        They are predicted for the fractions `PARTS` of the tolerance. The split for the next
+        fraction is yielded only if the one before was measured and is too slow. A measured split
+        with no larger batch takes the place of a prediction if it is fast enough. So does a split
+        of any batch that is fast enough according to a check: of many batches near the edge of the
+        tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -317,10 +319,11 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the layout of `raced` whose shares are nearly those of `layout`, or `layout`.
+        """Return the layout in `raced` that is so similar to `layout` that it stands for it.
 
-        Shares are nearly the same if they would be merged into one point of a curve (2 %): another
-        measurement would show nothing new. Of several, return the one with the nearest batch.
+        Their shares differ by at most 2 %, so a measurement of `layout` would show nothing new. Of
+        several such layouts, return the one with the nearest batch; if there is none, return
+        `layout` itself.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -348,9 +351,9 @@ class RowPolicy:
         """Return an even split over the devices at `positions`; None if none fits.
 
         A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
-        rows as the first of `splits` has per device or, without splits, as many as the smallest of
-        the devices' best batches alone. If that doesn't fit, each device gets as many rows as
-        certainly fit, unless the batch is fixed and `whole` is True: then return None.
+        rows as the first of `splits` has per device. Without splits, it gets the smallest of the
+        devices' best batches alone. If these rows don't fit, each device gets as many as certainly
+        fit. For a fixed batch that isn't possible if `whole` is True; then return None.
         """
         count = len(positions)
         quantum = self.machine.quantum

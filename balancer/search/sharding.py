@@ -89,7 +89,7 @@ class RowDemand(msgspec.Struct, frozen=True):
 class StateDivision(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
-    `in_passes` is True if rows are computed in several passes, so that gradients of earlier passes
+    `in_passes` is True if rows are computed in several passes: the gradients of earlier passes then
     exist when activations are at their peak. `limits` are the bytes of each device without its
     headroom; None if its memory is unknown. `rows` are the rows of one pass on each device for
     which the state was divided.
@@ -129,7 +129,7 @@ class Sharding:
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes of devices alone or, if none is needed, a probe of a whole step.
+        """Return the next probes of devices alone or, if there are none, a probe of a whole step.
 
         Return an empty tuple if no measurement is worth its time, or if the state doesn't fit.
         """
@@ -156,8 +156,8 @@ class Sharding:
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Return each device's curve, and the rows of one pass that certainly fit, by position.
 
-        If some devices have no rows, curves are empty, because the shares of such a training don't
-        change while it runs.
+        In a training in which some devices have no rows, shares aren't changed while it runs, so
+        all curves are empty.
         """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
@@ -208,9 +208,10 @@ class Sharding:
     ) -> StateDivision | None:
         """Return the division that leaves headroom on each device; None if the state doesn't fit.
 
-        A device's headroom doubles with each whole step that ran out of memory on it. If the state
-        doesn't fit, the headroom of all devices is halved repeatedly. `limits` are the devices'
-        bytes. Devices at the positions `without_rows` only hold state.
+        Headroom is memory that stays free. A device's headroom is doubled for each whole step that
+        ran out of memory on it. If the state then doesn't fit, the headroom of all devices is
+        halved repeatedly. `limits` are the devices' bytes. Devices at the positions `without_rows`
+        only hold state.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
@@ -227,7 +228,8 @@ class Sharding:
     def _failures(self) -> list[int]:
         """The number of whole steps that ran out of memory on each device, by position.
 
-        If an observation doesn't name devices, it counts for all that took part.
+        If an observation doesn't say on which devices memory ran out, it counts for all that took
+        part.
         """
         counts = [0] * self._problem.devices
         for one in self._seen:
@@ -240,8 +242,8 @@ class Sharding:
     def _row_demands(self) -> list[RowDemand]:
         """The `RowDemand` of each device that ran alone, based on its first two measurements.
 
-        Later measurements don't count, because the parts of the state must not change once a whole
-        step was measured.
+        Later measurements would change the division of the state, which must stay the same once a
+        whole step has been measured.
         """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -311,8 +313,9 @@ class Sharding:
     def _may_win(self, wanted: Proposal) -> bool:
         """True if the proposal should be faster than every sharded training that ran.
 
-        Gathering is assumed to take as long as the shortest that was seen in those. Before any ran,
-        the proposal must be predicted to be faster than a training with rows on all devices.
+        The time for gathering units isn't known for it, so the shortest such time of those
+        trainings is assumed. Before any ran, the proposal is compared with a training with rows on
+        all devices, as predicted for both.
         """
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
@@ -326,9 +329,10 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if the layout, with rows on all devices, should be far slower than what ran.
+        """True if a layout with rows on all devices should be far slower than one without.
 
-        It is compared with the measured trainings in which some devices have no rows.
+        It is compared with the measured trainings in which some devices hold state but have no
+        rows.
         """
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
@@ -337,7 +341,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, one: Timed) -> float:
-        """Return how much longer a whole step took than predicted without gathering, in seconds."""
+        """Return the seconds that a whole step took beyond its prediction without gathering."""
         layout = one.probe.layout
         return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -347,8 +351,8 @@ class Sharding:
     def policy(self) -> RowPolicy:
         """The policy that chooses each device's rows, as in a training without shards.
 
-        For the policy, a device's memory is what its part of the state leaves free, and all
-        observations are converted accordingly.
+        A device then has only the memory that its part of the state leaves free. All observations
+        are converted to observations of such a training.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [
@@ -387,7 +391,7 @@ class Sharding:
         """Return the bytes that each device's rows took, without its part of the state.
 
         They are None for a device that used no more than its part of the state and the gathered
-        units, because the bytes of its rows can't be determined then.
+        units. The bytes of its rows can't be told from its measurement.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -404,9 +408,8 @@ class Sharding:
     def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
-        A device that was measured alone held only a small part of the state, so it had more memory
-        for rows than in a training. `left` are the bytes that the parts of the state leave free on
-        each device.
+        A device measured alone holds only a small part of the state, so it has more memory for rows
+        than in a training. `left` are the bytes that the devices' parts of the state leave free.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -482,7 +485,7 @@ def propose(
 ) -> Proposal | None:
     """Return the layout of the rows for which the state was divided; None if there are no rows.
 
-    A fixed batch is distributed in proportion to these rows, which are the maximum of one pass, in
+    These rows are the most that fit in one pass. A fixed batch is divided in proportion to them, in
     as few passes as possible. `needs` predicts the duration of the layout's step.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
@@ -570,8 +573,8 @@ class StateRoom:
     def divide_for(self, batch: int) -> StateDivision | None:
         """Return the division for this global batch in one pass; None if it doesn't fit.
 
-        Rows are distributed so that all devices finish at the same time, unless memory limits the
-        rows of some.
+        Rows are distributed so that all devices finish at the same time, except that a device gets
+        no more rows than fit.
         """
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
@@ -597,7 +600,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the maximum rows beside which a device can still hold the least part of the state.
+        """Return the maximum rows of a device that leave room for the least part of the state.
 
         That part is the fraction `LEAST_PART`.
         """
@@ -608,8 +611,8 @@ class StateRoom:
     def _left(self, rows: Sequence[float]) -> list[float]:
         """Return the bytes of the state that each device can hold beside its rows.
 
-        They count the whole state, including parts that don't exist at the peak of activations. A
-        value may be negative if the rows themselves don't fit.
+        They are bytes of the whole state, although some of it, such as gradients, doesn't exist
+        while activations are at their peak. A value is negative if the rows themselves don't fit.
         """
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):

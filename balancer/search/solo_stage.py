@@ -62,10 +62,10 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first or second small batch on devices not yet measured at it.
+        """Return probes of the first or second small batch on devices not yet measured with it.
 
-        Once both were tried, return probes of smaller batches for the devices that failed at them.
-        Return an empty tuple if nothing is missing.
+        Once both were tried on all devices, return probes of smaller batches for the devices that
+        ran out of memory. Return an empty tuple if nothing is missing.
         """
         for turn in range(2):
             due = self._next_small_batches(turn)
@@ -100,9 +100,10 @@ class SoloStage:
         return due
 
     def _lacks_memory_line(self, one: DeviceModel) -> bool:
-        """True if the device has no memory line yet and a smaller size is left to try.
+        """True if memory use on a device can't be extrapolated yet, and a smaller batch may help.
 
-        It either never ran, or ran out of memory before two sizes were measured.
+        Two measured batches would be needed, but the device never ran, or ran out of memory before
+        the second one.
         """
         memory = one.memory
         if not one.evidence.alone:
@@ -114,10 +115,11 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _worth_waiting(self, due: Batches) -> Batches:
-        """Return the devices of `due` whose second batch may gain most per second of the round.
+        """Return the devices whose second batch may gain most per second of the round.
 
-        The other devices would only prolong the round. Return an empty dict if the budget doesn't
-        allow the round, or if the round isn't worth its time.
+        `due` has the second batch of each device. A device is left out if it would prolong the
+        round for little gain. Return an empty dict if the budget doesn't allow the round, or if the
+        round isn't worth its time.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -148,7 +150,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round of the optimistic layout's batches that would show something new.
+        """Return a round with the batches of the optimistic layout that show something new.
 
         If the expected gain isn't worth the round's time, return a cheap round instead. Return an
         empty tuple if there is nothing to measure.
@@ -165,12 +167,12 @@ class SoloStage:
     def _add_other_devices(self, wanted: Batches) -> Batches:
         """Return the round's batch sizes, with those of further devices that join the round.
 
-        Further devices join so that all compute at the same time, as in a split. A device joins
-        with a batch that is new to it, in one of two cases:
+        All devices should compute at the same time, as in a split. So a device joins with a batch
+        that is new to it, in one of two cases:
 
         - The round doesn't last longer because of the device.
-        - The device measures its even share, with which every plan is compared, and the round lasts
-          at most twice as long.
+        - The batch is the device's even share, with which every plan is compared, and the round
+          lasts at most twice as long.
         """
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -199,10 +201,11 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that is cheap enough to run without an expected gain; empty if none is.
+        """Return a round so cheap that it may run without an expected gain; empty if none is.
 
-        It measures the even share of a fixed batch if that is larger than all batches that ran, or
-        the middle of a gap between batches in which a peak of the samples/s may be hidden.
+        It measures the even share of a fixed batch if that is larger than all batches that ran.
+        Otherwise it measures the middle of a gap between two batches, in case the samples/s have a
+        peak there.
         """
         wanted: Batches = {}
         for one in self._devices_of_split:
@@ -232,10 +235,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch, if it is worth measuring.
+        """Return the device's share in an even split of a fixed batch; 0 if not worth measuring.
 
-        It is if it may fit and is larger than all batches that ran; otherwise return 0. The split
-        is over the devices of the optimistic layout.
+        It is worth measuring if it may fit and is larger than all batches that ran. The split is
+        over the devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
@@ -339,8 +342,8 @@ class SoloStage:
     def _would_show_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
-        The share is not near a measured batch. It is larger than all batches that ran, or the
-        optimistic curve is clearly faster there than the fitted curve.
+        No batch near it has been measured. In addition, it is larger than all batches that ran, or
+        the optimistic curve is clearly faster there than the fitted curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
@@ -396,9 +399,9 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """Return the first batch or, if that ran, the second batch.
+        """Return the device's first small batch or, if that ran, the second one.
 
-        If one of them ran out of memory, return a smaller batch.
+        If it ran out of memory, return a smaller batch.
         """
         memory = one.memory
         quantum = self._quantum
@@ -419,11 +422,11 @@ class SoloStage:
         return max(quantum, retreat // quantum * quantum)
 
     def _choose_second_batch(self, one: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or a smaller one if running out of memory would be expensive.
+        """Return the second batch, or a smaller one if running out of memory would be costly.
 
-        If steps are so slow that probes time lone steps, it is at most twice the first batch. If
-        running out of memory would restart a child process, which takes long, it is at most a
-        quarter larger than the first batch. Both limits are raised to what certainly fits.
+        If a child process would have to be restarted, which takes long, the result is at most a
+        quarter larger than the first batch. If steps are so slow that a probe times only one, it is
+        at most twice the first batch. A batch that certainly fits is allowed in either case.
         """
         surely = one.memory.largest_in_proportion()
         if surely is None:
@@ -469,9 +472,10 @@ def _step_seconds(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the combined samples/s of devices if their batches took as long as their first ones.
+    """Return the most samples/s that these devices could reach with the batches in `due`.
 
-    `due` has the batches, and `some` are the devices to add up.
+    This assumes that each device's batch takes no longer than its first batch. `some` are the
+    devices to add up.
     """
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -65,9 +65,9 @@ class SplitStage:
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
         """Return the probe of an allocation; None if `wanted` is None or the budget is too small.
 
-        The probe must leave `after` seconds for later probes. If there is only time for a lone
-        step, the probe times one if the allocation promises over 50 % more samples/s than all
-        layouts that ran.
+        The probe must leave `after` seconds for later probes. If there is only time for a single
+        step, the probe times that step, but only if the allocation promises over 50 % more
+        samples/s than all layouts that ran.
         """
         if wanted is None:
             return None
@@ -146,9 +146,8 @@ class SplitStage:
     def _probe_first_single(self) -> Probe | None:
         """Return a probe of the fastest device alone, if it should precede the first split.
 
-        Only for a fixed batch. The device comes first because otherwise a much slower split could
-        be the only result of a short search. Return None if this probe would leave no time for a
-        split that promises more.
+        This is only for a fixed batch. Otherwise a much slower split could be the only result of a
+        short search. Return None if the probe would leave no time for a split that promises more.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -171,7 +170,7 @@ class SplitStage:
         """Return the maximum step duration, in seconds, with which a first split fits the budget.
 
         `wanted` is the fastest split, whose steps take too long. A split with shorter steps is
-        assumed to need as much time for its start and warm-up as `wanted`.
+        assumed to take as long as `wanted` for its start and warm-up.
         """
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
@@ -208,9 +207,9 @@ class SplitStage:
     def _never_measured_with_others_idle(self) -> list[int]:
         """Return the positions of devices to measure while the others are idle.
 
-        They are the devices of each group of indistinguishable devices in which none was measured
-        in this way. If there is only one device, it is returned if the batch that should be its
-        best hasn't been measured yet.
+        Devices that can't be distinguished form a group. The result has all devices of each group
+        in which none was measured like that. If there is only one device, the result has that
+        device until the batch that should be its best has been measured.
         """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
@@ -231,7 +230,8 @@ class SplitStage:
 def _is_like(layout: Layout, seen: Observation) -> bool:
     """True if a measurement of the split would show nothing new beside an earlier observation.
 
-    The observed layout is equal, or `seen` is a lone step and can't tell the two layouts apart.
+    That is so if the observed layout is equal. If `seen` timed only a single step, it is enough
+    that the layouts are too similar for a measurement to tell them apart.
     """
     if isinstance(seen, Timed) and seen.lone:
         return same_measurement(layout, seen.probe.layout)

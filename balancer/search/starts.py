@@ -20,7 +20,7 @@ from .observations import STAGES, Observations, order_probe
 class StartTimes:
     """The seconds that child processes took to start, without imports, in one set of observations.
 
-    Child processes are identified by `Layout.children`, the layout without its sizes.
+    Child processes are identified by `Layout.children`: a layout without its sizes.
     """
 
     def __init__(self, seen: Observations) -> None:

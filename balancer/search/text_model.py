@@ -81,10 +81,10 @@ def fit_rates(
 ) -> tuple[tuple[float, ...], float]:
     """Solve a weighted non-negative least-squares problem.
 
-    Return the rates and the sum of squared residuals. `rows` is the matrix of amounts: each row is
-    one equation, sum of rate * amount = value, with one rate for each column. `errors` are the
-    standard errors of `values`; the residual of an equation is divided by its error. Of collinear
-    columns, which the equations can't tell apart, only one gets a rate above 0.
+    Return the rates, and the sum of squared residuals. Each row of the matrix `rows` is an
+    equation: the sum of its amounts, each times the rate of its column, is its value in `values`. A
+    residual is divided by the standard error in `errors`. If columns are collinear, so that the
+    equations can't tell them apart, only one of them gets a rate above 0.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -210,7 +210,7 @@ class TextModel(MachineModel):
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """Return the measured steps of a device alone, by (rows, rows per pass, row length).
 
-        The row length is 0 for a batch of rows of several lengths.
+        For a batch of rows of several lengths, the row length in the key is 0.
         """
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -291,7 +291,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return a device's memory use, as a function of the padded tokens of its largest pass."""
+        """Return how a device's memory use depends on the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -365,8 +365,8 @@ class TextModel(MachineModel):
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
         Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
-        the time is extrapolated in proportion from the largest measured pass, because a cost fitted
-        to small passes is too low.
+        the time is extrapolated in proportion from the largest measured pass, because a cost that
+        was fitted to small passes predicts too little time for large ones.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}

@@ -129,8 +129,8 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
 
-        This is the case while no pass took so much longer than the shortest one that it shows the
-        cost of tokens, provided that the larger pass may fit and that training may use it.
+        It isn't worth it once a pass took so much longer than the shortest one that this shows the
+        cost of tokens. It must also be possible that the pass fits, and that a training uses it.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

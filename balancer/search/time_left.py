@@ -59,8 +59,9 @@ class TimeLeft:
 
         The factor is for a level curve, which shows nothing about larger batches: in the worst
         case, a step takes longer in proportion to the batch. Two such steps must still fit in a
-        part of the time left for exploration. If probes time lone steps, they may take `BOLD` times
-        all of that time. The factor is at least 1, and infinite if `step_seconds` is 0.
+        part of the time left for exploration. If steps are so slow that probes time only one, these
+        may take `BOLD` times all of that time. The factor is at least 1, and infinite if
+        `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -121,17 +122,17 @@ class TimeLeft:
     def lone_overhead_seconds(self) -> float:
         """How much longer the first step of a typical probe takes than a later one, in seconds.
 
-        A probe that times a lone step takes this and `LONE_STEPS` steps.
+        A probe that times a single step takes this time in addition to `LONE_STEPS` steps.
         """
         found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
         return median(found or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How long the first step at a new size tunes kernels, in multiples of a later step.
+        """How many later steps take as long as the tuning of kernels in the first step at a size.
 
-        With TensorFlow, these are up to 100. The number is fitted to each device's quickest and
-        slowest step alone. The part of a first step that doesn't grow with the step counts as
+        With TensorFlow, that is up to 100 steps. It is fitted to the quickest and the slowest step
+        of each device alone. The part of a first step that doesn't grow with the step's duration is
         overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)

@@ -89,9 +89,9 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
-        """True if the second run is certainly slower, and by more than `most`.
+        """True if the second run is certainly slower, and its estimated slowdown exceeds `most`.
 
-        `most` is compared with the estimated slowdown: 0.05 is 5 %.
+        `most` is a fraction: 0.05 is 5 %.
         """
         return self.low > 0 and self.slowdown > most
 
@@ -225,9 +225,10 @@ def _compare_quick(
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how many more seconds per sample the second training spends on rare work.
 
-    Rare work, such as checkpoints, isn't in every step: the parts of a step in `RARE`. For each
-    part, only the difference that is certain counts. Other programs slow these parts as much as
-    computing, so the means are corrected for that. Return 0 if other programs had most of the time.
+    Rare work is work that isn't in every step, such as checkpoints: the parts of a step in `RARE`.
+    For each of these parts, only what is certain of the difference counts. Other programs slow
+    these parts as much as computing, so the means are corrected for that. Return 0 if other
+    programs disturbed a training too much.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0

@@ -294,7 +294,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run, with its plan in today's schema; None if it has no plan.
+    """Return the end of a run with its plan, in today's schema; None if it has no plan.
 
     For a run that was cut off, the plan is computed from its measurements. `source` names the
     journal in errors.
