@@ -1,8 +1,8 @@
 """The memory of a training's state for different training methods: full, LoRA and QLoRA.
 
-It is given in bytes per parameter of the model. For models of 1 to 8 billion parameters, adapters
-of rank 16 on all linear layers have about a hundredth as many parameters. Their gradients and
-AdamW's averages are in float32.
+It is given in bytes per parameter of the model. Adapters are assumed to be of rank 16 on all linear
+layers: in models of 1 to 8 billion parameters, they have about a hundredth as many parameters as
+the model. Their gradients and AdamW's averages are in float32.
 """
 
 from __future__ import annotations

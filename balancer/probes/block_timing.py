@@ -106,9 +106,9 @@ class BlockTimer:
     The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
     measured block to `add`.
 
-    `seconds` is the probe's time. With `whole`, all of it is used, and `steps` is a number of
-    steps to measure instead. `first_seconds` is the duration of the step before the first block;
-    0 if unknown.
+    `seconds` is the probe's time. If `whole`, all of that time is used or, if `steps` isn't 0, that
+    number of steps is measured instead. `first_seconds` is the duration of the step before the
+    first block; 0 if unknown.
     """
 
     def __init__(
@@ -339,9 +339,9 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
     """True if the peak memory of some device, in bytes, rose by more than 1 % in a block.
 
-    `before` and `after` are the peaks; None if unknown. Such blocks aren't typical, because new
-    pages cost the kernel much time: on a virtual machine 16 us for each 4 KiB, 70 % of a step
-    of 0.36 s.
+    `before` and `after` are the peaks; None if unknown. Steps of such a block take longer than
+    usual, because new pages cost the kernel much time: on a virtual machine 16 us for each 4 KiB,
+    which was 70 % of a step of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)

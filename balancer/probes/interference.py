@@ -51,8 +51,8 @@ class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
     `part` is the fraction of the time in which their kernels ran, and `own_part` that in which the
-    session's kernels ran. `names` are the names of the other processes. A GPU gives each process
-    time slices in turn, so both fractions together are at most 1.
+    session's kernels ran. `names` are the names of the other processes. A GPU gives
+    the processes time slices in turn, so both fractions together are at most 1.
     """
 
     part: float

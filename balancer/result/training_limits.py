@@ -391,7 +391,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of the two largest single passes that a device has computed.
+    """Return the rows and seconds of the two largest batches that a device computed in one pass.
 
     There may be fewer than two. `position` is the device's position.
     """

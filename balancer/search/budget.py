@@ -3,9 +3,11 @@
 Exploration gets a part of the budget, so that the race can measure every candidate once. This part
 is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
 placements or knobs follow, because each of them starts child processes of its own, which takes
-time. Before the first split, a round of devices alone that isn't necessary for a plan may take at
-most the fraction `EXPLORES` / 2 of what is left of that part, and must leave time for the first
-split. Any other probe only has to fit.
+time.
+
+Before the first split, there may be rounds of devices alone that aren't necessary for a plan. Such
+a round may take at most the fraction `EXPLORES` / 2 of the time that exploration has left, and must
+leave time for the first split. Any other probe only has to fit.
 """
 
 from __future__ import annotations

@@ -76,10 +76,10 @@ class Evaluation:
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
         """Yield the next probes of each part of the search, by priority.
 
-        A part without a next probe yields an empty tuple. The race is interrupted whenever
-        exploration has a next probe and hasn't spent its part of the budget. After the race,
-        exploration may spend the rest of the budget, also after a check, which adds points to the
-        curves.
+        A part without a next probe yields an empty tuple. Exploration interrupts the race whenever
+        it has a next probe and hasn't spent its part of the budget. After the race, exploration may
+        spend the rest of the budget. It may do so after a check too, because a check adds points to
+        the curves.
         """
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -329,8 +329,8 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race, which `raced` contains, and measured layouts of requested
-        families whose shares clearly differ from all raced ones.
+        They are the layouts of the race (`raced`), and measured layouts of requested families whose
+        shares clearly differ from those of all layouts of the race.
         """
         fit = [
             one

@@ -194,9 +194,9 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices, as positions, among which to search for the most efficient set.
+        """Yield sets of devices, as positions, among which to look for the most efficient one.
 
-        They have at least two devices, but not all. `costs` are the (active, idle) costs of each
+        A set has at least two devices, but not all. `costs` are the (active, idle) costs of each
         device.
         """
         counts = range(2, len(self.machine.live))

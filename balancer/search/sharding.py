@@ -287,10 +287,10 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices, as positions, to try as those that hold state without rows.
+        """Return the sets of devices, as positions, to try as holders of state without rows.
 
-        A set consists of the 1, 2, ... slowest devices, or of those with the least memory. At least
-        one device isn't in the set.
+        A set has the 1, 2, ... slowest devices, or those with the least memory. At least one device
+        isn't in the set, because some device must compute.
         """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))

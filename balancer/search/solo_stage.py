@@ -220,10 +220,10 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """Return a batch in the middle of the wider of the two gaps beside the best batch.
+        """Return a batch in the middle of the wider one of the two gaps beside the best batch.
 
-        The best batch is the one with the highest measured samples/s. Return 0 if the gap is too
-        narrow to hide a higher peak, or if the measurements are too noisy to show one.
+        The best batch has the highest measured samples/s. Return 0 if the gap is too narrow to hide
+        a higher peak, or if the measurements are too noisy to show one.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
@@ -280,7 +280,8 @@ class SoloStage:
     def _optimistic(self) -> Allocation | None:
         """The layout that would be fastest if every device were as fast as its points allow.
 
-        Its batches may be so large that it takes several rounds to reach them. None if none fits.
+        Its batches may be so large that it takes several rounds to reach them. It is None if no
+        layout fits.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
@@ -319,9 +320,9 @@ class SoloStage:
     def _expected_gain(self, wanted: Allocation) -> float:
         """Return the expected relative gain of the optimistic layout over the best known layout.
 
-        It is half of the predicted gain, because optimistic predictions come true about half of the
-        time, minus the mean error of the curves. It is infinite if no layout is known yet. The best
-        known layout is predicted from the batches that ran.
+        About half of the optimistic predictions come true, so it is half of the predicted gain,
+        minus the mean error of the curves. The best known layout is predicted from the batches that
+        ran. If no layout is known yet, the gain is infinite.
         """
         ran = []
         for one in self._live:

@@ -116,8 +116,8 @@ class SplitStage:
     def _next_split(self) -> Allocation | None:
         """Return the fastest predicted split if it is worth measuring, else None.
 
-        It isn't if it promises too little gain, if a similar split was tried, or if splits have
-        failed twice.
+        It isn't worth measuring if it promises too little gain, if a similar split was tried, or if
+        splits have failed twice.
         """
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
@@ -180,11 +180,11 @@ class SplitStage:
     def _next_single(self) -> Allocation | None:
         """Return the device to measure next while the others are idle, at its best batch.
 
-        Of the devices that weren't measured in this way yet, it is the one with the highest
-        predicted samples/s. It may beat all splits because it computes a larger batch, or because
-        it runs without contention. Return None if no device is expected to win, or if the first
-        split hasn't been measured yet. If the batch is fixed, or there is only one device, a batch
-        that may not fit is tried even if it isn't expected to win.
+        Of the devices that weren't measured like that yet, it is the one with the highest predicted
+        samples/s. It may beat all splits because it computes a larger batch, or because it runs
+        without contention. Return None if no device is expected to win, or if the first split
+        hasn't been measured yet. If the batch is fixed or there is only one device, a batch that
+        may not fit is tried even if it isn't expected to win.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:

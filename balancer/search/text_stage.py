@@ -147,8 +147,8 @@ class TextStage:
     def _next_whole(self, position: int) -> Layout | None:
         """Return the layout of the global batch on one device, to test the device's cost.
 
-        If that batch ran out of memory before, its passes are smaller. Return None if it ran or
-        failed already, or if the device can't hold the longest row.
+        If that batch ran out of memory before, its passes are smaller. Return None if it was
+        measured or failed already, or if the device can't hold the longest row.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)

@@ -26,7 +26,7 @@ class TextPolicy:
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_sensible(self, layout: Layout) -> bool:
-        """True if the layout is a sensible way to train, and not just a probe of passes.
+        """True if the layout is a way to train, and not just a probe of passes.
 
         Its rows are assigned by cost, or it is a split by number of rows.
         """

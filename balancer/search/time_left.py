@@ -85,9 +85,9 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a single step, whose noise then remains unknown.
 
-        This is the case if measuring the noise of steps of `step_seconds` would take more than the
-        fraction `part` of the time left. With such slow steps, knowing the time of several batches
-        to 3 % is worth more than knowing the time of a few batches exactly.
+        This is the case if it would take more than the fraction `part` of the time left to measure
+        the noise of steps of `step_seconds`. With such slow steps, knowing the time of several
+        batches to 3 % is worth more than knowing the time of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -103,9 +103,9 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """False if the first step at a new size takes longer than all others of a probe together.
+        """False if the first step at a new size takes longer than a probe's other steps together.
 
-        A probe of a lone step would then take about as long as one that shows its noise.
+        A probe of a single step then takes about as long as a probe that also shows its noise.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 

@@ -168,9 +168,9 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
     """True if the device at `position` ran out of memory in this observation.
 
-    If the observation names no devices, it is the device whose share was the largest relative to
-    the largest batch that it ran alone. An observation doesn't count if other processes held memory
-    then that has become free since.
+    If the observation doesn't say which device it was, it is assumed to be the one whose share was
+    the largest relative to the largest batch that it ran alone. An observation doesn't count if
+    other processes held memory at that time that is free again now.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -202,9 +202,9 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 def _why_lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """Return a message that says why the device is left out; empty if it isn't.
 
-    A device is left out if it is no longer available, or if it failed permanently in exploration:
-    alone, or in a split whose failure names only this device. A failure of a pair of devices counts
-    only if this device was lost, because otherwise either device may be the cause.
+    A device is left out if it is no longer available. It is left out also if it failed permanently
+    in exploration: alone, or in a split whose failure names only this device. If a failure names a
+    pair of devices, either of them may be the cause, so it counts only if this device was lost.
     """
     if position in store.gone:
         return store.gone[position]
@@ -409,8 +409,9 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
-    This must hold at every common batch, of which there must be at least two. Also, neither device
-    may have taken clearly longer for fewer rows than the other for more. False if a device is lost.
+    Their times must agree at every common batch, of which there must be at least two. Also, neither
+    device may have clearly taken longer for fewer rows than the other for more. False if a device
+    is lost.
     """
     if one.lost or other.lost:
         return False
@@ -420,10 +421,11 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if no likely curve fits a batch of each of the two devices.
+    """True if two measurements of different devices can't belong to one likely curve.
 
-    Both ran alone, and the difference exceeds the noise: one device took longer for fewer rows than
-    the other took for more rows, or nearly equal batches differ in time by more than in rows.
+    Both devices ran alone, and the difference exceeds the noise. Either one device took longer for
+    fewer rows than the other for more rows, or batches are nearly equal and the times differ by
+    more than the rows.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)

@@ -104,8 +104,8 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
 def _level_curve(one: Point) -> Curve:
     """Return the curve of a single point.
 
-    Nothing is known about other batches, so the curve is an upper bound: fewer rows take as long as
-    the point's, and more rows take longer in proportion.
+    Nothing is known about other batches, so the curve is an upper bound: fewer rows are assumed to
+    take as long as the point's rows, and more rows proportionally longer.
     """
     batches = (0.0, float(one.batch))
     times = (one.seconds, one.seconds)
@@ -153,9 +153,9 @@ def _average(group: Sequence[Point]) -> Point:
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
     """Return a straight line through the points or, if it doesn't fit, a curve with a knee.
 
-    Also return the curve's largest residual in standard errors. A curve with a knee is a level
-    stretch followed by a line. Of these curves and the line, the one whose largest residual is the
-    smallest is returned, so it may not fit the points either.
+    A curve with a knee is a level stretch followed by a line. The result is the curve with the
+    smallest residual at its worst point, so even the best may not fit. The second value is that
+    residual in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
