@@ -22,15 +22,15 @@ HIDDEN = {
     "towers": {
         "a global": (0, "kernel"),
         "rows mixed later": (3, "In step 4"),
-        "a decision": (0, "decides by a figure"),
-        "a decision of a functional model": (0, "decides by a figure"),
+        "a decision": (0, "decides by a value"),
+        "a decision of a functional model": (0, "decides by a value"),
     },
     "passes": {
         "a late term": (0, "as later in a training"),
-        "a decision": (0, "decides by a figure"),
+        "a decision": (0, "decides by a value"),
     },
     "multiworker": {
-        "a decision": (0, "decides by a figure"),
+        "a decision": (0, "decides by a value"),
         "labels of -1 later": (0, "labels of -1"),
         "a figure carried on": (3, "the variable"),
         "a threshold that falls": (8, "In step 9"),
@@ -41,6 +41,7 @@ EXACT = {
         "Dropout, GaussianNoise, a state",
         "loss of attributes: containers",
         "own decision of a loss",
+        "own weights of pictures",
     ],
     "passes": ["activity and weight regularizers", "state: rows", "loss of a second call"],
     "multiworker": ["ignore_class", "BatchNormalization", "pooler, AdamW"],

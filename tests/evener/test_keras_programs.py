@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 EXACT = "exact"  # like plain Keras
 NO_MEAN, ACROSS = "isn't the mean of its parts' losses", "the other rows"
 GRAPH = "rows can't be computed alone"
-FIGURE = "The figure 'errors' of the same rows"
+FIGURE = "The metric 'errors' of the same rows"
 METRIC_OF_CALL = "compute_metrics reads a tensor that call has left"
 OTHER_STATE = "is another one after all rows at once"
 SAMPLES = {
@@ -32,7 +32,6 @@ SAMPLES = {
         "own counter: calls": EXACT,
         "own counter: rows": OTHER_STATE,
         "own metric in compute_loss": EXACT,
-        "own weights of pictures": EXACT,
         "own state of a loss": EXACT,
         "own scale of rows": EXACT,
         "own saturated outputs": EXACT,
