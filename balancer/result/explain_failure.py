@@ -9,6 +9,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
@@ -18,6 +20,7 @@ from ..journal import Header, JournalContents
 from ..number_format import join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
+from ..search.sharding import Sharding
 from ..types import (
     MEASURED_PART,
     Belief,
@@ -56,20 +59,27 @@ def explain_no_plan(
     failures = [] if too_large and end.late else find_failures(seen, header.devices)
     if not failures:
         return _explain_end(header, ran, end)
-    return _explain_failures(record, failures)
+    return _explain_failures(record, failures, end)
 
 
 def _explain_failures(
-    record: JournalContents, failures: Sequence[str]
+    record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
     """Return the error for a run whose devices have failed, with a remedy.
 
-    `failures` describes the failures.
+    `failures` describes the failures, and `end` is the reason why the run ended.
     """
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
+    budget = header.request.budget_seconds
+    if budget is not None and end.late and _may_fit_in_shards(record):
+        return NoLayoutError(
+            f"The budget of {budget:g} s was over before a step in shards was measured. Without "
+            f"shards: {'; '.join(failures)}.",
+            f"Raise it, as in --budget {2 * budget:g}s: the state fits into shards.",
+        )
     why = "; ".join((*failures, *_explain_shards(record)))
     if _fails_everywhere(seen):
         why += _find_maker(header.workload, why)
@@ -132,6 +142,16 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
             f"the devices have {size(memory_bytes)} in all, for that and for a step's rows, which "
             f"take {_write_smallest_steps(record, record.facts.state, tried)}"
         )
+
+
+def _may_fit_in_shards(record: JournalContents) -> bool:
+    """True if the sharded state should fit, and no step with shards on all devices was tried."""
+    tried = [one for one in record.observations if one.probe.stage in SHARDED]
+    state = record.facts.state
+    if state is None or any(one.probe.layout.traits.together for one in tried):
+        return False
+    problem = msgspec.structs.replace(record.header.job.problem, shards=True, state=state)
+    return bool(Sharding(problem, tried).parts)
 
 
 def _write_smallest_steps(

@@ -311,6 +311,18 @@ def test_what_does_not_fit_in_shards_either_is_said(
         assert re.search(rf"[GM]iB on {label} for \d+ rows?\b", said), "beside the state"
 
 
+def test_time_that_ran_out_is_not_said_to_be_a_lack_of_memory(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each card ran alone with a part of the state, and there was no time for both together."""
+    machine = f"sim:{smaller('24400', own_folder)}"
+    code, said = balance(capsys, "-d", machine, "--budget", "0.5s")
+    assert code == 1
+    assert "doesn't fit" not in said
+    assert "--budget 1s" in said
+    assert balance(capsys, "-d", machine, "--budget", "1s")[0] == 0
+
+
 def test_a_dry_run_says_how_large_a_model_could_be(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
