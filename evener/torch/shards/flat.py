@@ -68,6 +68,8 @@ class Flat:
             slot.point_to(slot.piece)
             slot.tensor = None
         self.gathered.free()
+        sizes = [slot.piece.numel() for slot in self.slots]
+        self._piece_sizes = [*sizes, len(self.shard) - sum(sizes)]
         held.add("shards", byte_count(self.shard))
 
     def _copy_whole(self, filled: torch.Tensor) -> None:
@@ -257,9 +259,9 @@ class Flat:
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
             self.held.add("gradients", byte_count(self._grad_shard))
-            for slot in self.slots:
-                low, high = self.range_of(slot)
-                slot.view = self._grad_shard[low:high]
+            views = self._grad_shard.split(self._piece_sizes)
+            for slot, view in zip(self.slots, views, strict=False):  # the last view is padding
+                slot.view = view
         return self._grad_shard
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -268,26 +270,23 @@ class Flat:
 
         With `keeps`, the tensor `summed` itself may become the gradient.
         """
-        is_first = all(slot.piece.grad is None and not slot.received for slot in self.slots)
-        shard = self._make_views(summed if keeps and is_first else None)
-        fresh = [
-            slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view
-        ]
-        if shard is summed:
-            pass
-        elif is_first:
-            shard.copy_(summed)
-        else:
-            for slot in fresh:
-                slot.view.zero_() if slot.piece.grad is None else slot.view.copy_(slot.piece.grad)
-            shard.add_(summed)
-        for slot in self.slots:
-            if not slot.received:
-                slot.received, slot.before, slot.piece.grad = (
-                    True,
-                    slot.piece.grad is not None,
-                    None,
-                )
+        if not any(slot.received or slot.piece.grad is not None for slot in self.slots):
+            shard = self._make_views(summed if keeps else None)
+            if shard is not summed:
+                shard.copy_(summed)
+            for slot in self.slots:
+                slot.received, slot.before = True, False
+            return
+        shard = self._make_views()
+        fresh = [slot for slot in self.slots if not slot.received]
+        for slot in fresh:
+            slot.before = slot.piece.grad is not None
+            if not slot.before:
+                slot.view.zero_()
+            elif slot.piece.grad is not slot.view:
+                slot.view.copy_(slot.piece.grad)
+            slot.received, slot.piece.grad = True, None
+        shard.add_(summed)
 
     def forget(self) -> None:
         """Drop the gradients of this flat, including those of a backward pass that failed."""

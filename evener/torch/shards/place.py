@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...shares.whole_rows import apportion, bounds
 from ..private import backend_name
-from ..sums.collectives import own_collectives
+from ..sums.collectives import run_own
 
 
 class ShardRank(msgspec.Struct, frozen=True):
@@ -75,33 +75,39 @@ class Parts:
         self._whole, self._rank, self._on_nccl = whole, rank, on_nccl
         self._parts = [whole[start:stop] for start, stop in ranges]
         self._is_even = len({len(part) for part in self._parts}) == 1
+        # how many collectives a gather or a reduction starts depends on these
+        self._kind = (on_nccl, self._is_even, len([part for part in self._parts if len(part)]))
         self.own = self._parts[rank]
 
     def gather(self) -> list[Any]:
         """Start to fill the tensor with all ranks' parts; return the work handles to wait for."""
-        with own_collectives():
-            if not self._on_nccl:
-                return [
-                    dist.broadcast(part, rank, async_op=True)
-                    for rank, part in enumerate(self._parts)
-                    if len(part)
-                ]
-            if self._is_even:
-                return [dist.all_gather_into_tensor(self._whole, self.own, async_op=True)]
-            return [dist.all_gather(self._parts, self.own, async_op=True)]
+        return run_own(("gather", *self._kind), self._gather)
+
+    def _gather(self) -> list[Any]:
+        if not self._on_nccl:
+            return [
+                dist.broadcast(part, rank, async_op=True)
+                for rank, part in enumerate(self._parts)
+                if len(part)
+            ]
+        if self._is_even:
+            return [dist.all_gather_into_tensor(self._whole, self.own, async_op=True)]
+        return [dist.all_gather(self._parts, self.own, async_op=True)]
 
     def reduce(self) -> list[Any]:
         """Start to sum the ranks' tensors; each rank receives the sum of its own part.
 
         Return the work handles to wait for.
         """
-        with own_collectives():
-            if not self._on_nccl:
-                return [
-                    dist.reduce(part, rank, async_op=True)
-                    for rank, part in enumerate(self._parts)
-                    if len(part)
-                ]
-            if self._is_even:
-                return [dist.reduce_scatter_tensor(self.own, self._whole, async_op=True)]
-            return [dist.reduce_scatter(self.own, self._parts, async_op=True)]
+        return run_own(("reduce", *self._kind), self._reduce)
+
+    def _reduce(self) -> list[Any]:
+        if not self._on_nccl:
+            return [
+                dist.reduce(part, rank, async_op=True)
+                for rank, part in enumerate(self._parts)
+                if len(part)
+            ]
+        if self._is_even:
+            return [dist.reduce_scatter_tensor(self.own, self._whole, async_op=True)]
+        return [dist.reduce_scatter(self.own, self._parts, async_op=True)]

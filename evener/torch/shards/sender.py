@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..private import copy_each
-from ..sums.collectives import own_collectives
+from ..sums.collectives import run_own
 from .gathered import Segment
 from .place import ShardRank
 from .slot import Slot
@@ -70,6 +70,7 @@ class GradientSender:
         self._returned = [0 if other == rank else sizes[rank] for other in range(len(ranges))]
         self._sent = torch.empty(sum(sizes), dtype=torch.uint8, device=place.device)
         self._received = self._sent.new_empty(len(others) * sizes[rank])
+        self._for_others = self._sent[: sum(self._sizes)]
         self.taken_bytes, self.received_bytes = len(self._sent), len(self._received)
         # other ranks' parts in the order of ranks, and then this rank's own, which isn't sent
         order = [*others, rank]
@@ -100,13 +101,12 @@ class GradientSender:
     def send(self) -> list[Any]:
         """Start to send the gradients that were taken; return the work handles to wait for."""
         self._received.untyped_storage().resize_(len(self._received))
-        sent = self._sent[: sum(self._sizes)]
-        with own_collectives():
-            return [
-                dist.all_to_all_single(
-                    self._received, sent, self._returned, self._sizes, async_op=True
-                )
-            ]
+        return [run_own("exchange", self._exchange)]
+
+    def _exchange(self) -> Any:
+        return dist.all_to_all_single(
+            self._received, self._for_others, self._returned, self._sizes, async_op=True
+        )
 
     def _fill(self) -> None:
         if self._weight == 0.0:  # gradients may be infinite, and 0 times that is NaN
@@ -122,7 +122,7 @@ class GradientSender:
                     continue
                 into, source = found.setdefault(target.dtype, ([], []))
                 into.append(target)
-                source.append(flat[start:stop])
+                source.append(flat if stop - start == slot.numel else flat[start:stop])
         for into, source in found.values():  # one call for each dtype is one kernel
             copy_each(into, source)
 

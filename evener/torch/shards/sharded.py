@@ -533,7 +533,13 @@ class UnitHooks:
         marked = dict(
             zip(map(id, tensors), _UnitInputs.apply(sharded, unit, *tensors), strict=True)
         )
-        return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
+        direct = [each for each in (*arguments, *keywords.values()) if id(each) in marked]
+        if len(direct) < len(tensors):  # some are inside of tuples, lists or mappings
+            return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
+        return (
+            tuple([marked.get(id(each), each) for each in arguments]),
+            {name: marked.get(id(each), each) for name, each in keywords.items()},
+        )
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
         """Free the unit after its forward pass, unless the backward pass begins with it."""

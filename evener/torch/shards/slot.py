@@ -42,6 +42,22 @@ class Slot:
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
+    @property
+    def is_in_rnn(self) -> bool:
+        """True if a recurrent layer owns this slot; it keeps a list of its own parameters."""
+        return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
+
+    def find_places(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the dictionaries of modules that have the parameter, and its name in each.
+
+        Without recurrent layers' dictionaries, for which use `point_to`.
+        """
+        return [
+            (own_parameters(module), name)
+            for module, name in self.owners
+            if not isinstance(module, torch.nn.RNNBase)
+        ]
+
     def point_to(self, parameter: Any) -> None:
         """Make the modules that own this parameter use the tensor `parameter`.
 

@@ -218,6 +218,7 @@ class Unit:
         self.flats = [Flat(place, each, held) for each in kinds.values()]
         self.reads_backward = not is_lookup(module)
         self.slots = [slot for flat in self.flats for slot in flat.slots]
+        self._in_rnns = [slot for slot in self.slots if slot.is_in_rnn]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
         self.hidden = False  # True if it is gathered, but the modules refer to the pieces
@@ -225,6 +226,9 @@ class Unit:
         # called before a collective: a gather (True) or a reduction of gradients (False)
         self.met: Callable[[Unit, bool], None] = lambda *_: None
         self._work: list[Any] | None = None  # work handles of a running gather
+        # where the modules keep their parameters, and each one's name and slot; listed at the first
+        # use, because hooks replace some of these dictionaries
+        self._kept: list[tuple[dict[str, Any], str, Slot]] = []
 
     def begin_gather(self) -> None:
         """Start to gather the whole parameters, unless they are gathered or being gathered."""
@@ -240,8 +244,22 @@ class Unit:
         for work in self._work or ():
             work.wait()
         self._work, self.gathered, self.hidden = None, True, False
-        for slot in self.slots:
+        for parameters, name, slot in self._list_kept():
+            parameters[name] = slot.whole
+        for slot in self._in_rnns:
             slot.point_to(slot.whole)
+
+    def _list_kept(self) -> list[tuple[dict[str, Any], str, Slot]]:
+        if not self._kept:
+            for slot in self.slots:
+                self._kept += [(each, name, slot) for each, name in slot.find_places()]
+        return self._kept
+
+    def _point_to_pieces(self) -> None:
+        for parameters, name, slot in self._list_kept():
+            parameters[name] = slot.piece
+        for slot in self._in_rnns:
+            slot.point_to(slot.piece)
 
     def hide(self) -> None:
         """Make the modules use this rank's pieces, but keep the whole parameters in memory.
@@ -250,8 +268,7 @@ class Unit:
         """
         if self.gathered:
             self.hidden = True
-            for slot in self.slots:
-                slot.point_to(slot.piece)
+            self._point_to_pieces()
 
     def free(self) -> None:
         """Free the whole parameters, and make the modules use this rank's pieces."""
@@ -259,17 +276,16 @@ class Unit:
             self.gather()
         if not self.gathered:
             return
+        if not self.hidden:
+            self._point_to_pieces()
         self.gathered = self.hidden = False
-        for slot in self.slots:
-            slot.point_to(slot.piece)
         for flat in self.flats:
             flat.free()
 
     def drop(self) -> None:
         """Free the whole parameters after an error, without waiting for a running gather."""
         self._work, self.gathered, self.hidden = None, False, False
-        for slot in self.slots:
-            slot.point_to(slot.piece)
+        self._point_to_pieces()
         for flat in self.flats:
             if flat.gathered.has_memory:
                 flat.free()
@@ -323,14 +339,16 @@ class Ledger:
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self.peak = 0
+        self.peak = self._total = 0
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
         """Add `size` bytes of a kind, which were allocated or, if negative, freed."""
         self.now[kind] += size
-        self.most[kind] = max(self.most[kind], self.now[kind])
-        self.peak = max(self.peak, self.now.total())
+        self._total += size
+        if size > 0:
+            self.most[kind] = max(self.most[kind], self.now[kind])
+            self.peak = max(self.peak, self._total)
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
         """Count the bytes of an optimizer's state, without its step counters.

@@ -7,9 +7,9 @@ collectives that evener doesn't start itself are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ...errors import RequestError
 from ...shares.whole_rows import bounds, gradient_weight
 from ..private import broadcast_each, count_collectives
+
+Result = TypeVar("Result")
 
 _own = 0  # number of collectives that evener has started
 
@@ -45,6 +47,24 @@ def own_collectives() -> Iterator[None]:
         yield
     finally:
         _own += count_foreign() - before
+
+
+_sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_own` count as
+
+
+def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
+    """Call `start`, which starts collectives of evener's, and return its result.
+
+    All calls with an equal `kind` have to start as many collectives. Counting them takes longer
+    than starting them, so they are counted in the first call only.
+    """
+    global _own
+    before = 0 if kind in _sizes else sum(count_exchanges().values())
+    result = start()
+    if kind not in _sizes:
+        _sizes[kind] = sum(count_exchanges().values()) - before
+    _own += _sizes[kind]
+    return result
 
 
 class CollectiveError(RequestError):
