@@ -184,10 +184,10 @@ def try_loader(devices: Sequence[Device]) -> None:
     """Check both promises about a slow loader against real speeds."""
     one = devices[:1]
     layout = solo(1, 0, ROWS)
-    seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2))
+    seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3))
     limits = find(seen, layout, one)
     say_cause("slow.py", "input", limits)
-    true = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2, input="device"))
+    true = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3, input="device"))
     gain = rate_of(true, layout) / rate_of(seen, layout) - 1
     say_gain("slow.py, rows at hand", limits[0] if limits else None, gain)
     knobs = [Layout("solo", (ROWS,), knobs=(f"workers{count}",)) for count in WORKERS]

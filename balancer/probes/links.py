@@ -44,11 +44,13 @@ SUM_SECONDS = 15.0  # timeout in seconds for the sums of a measurement; they tak
 LONGEST_LINE = 1 << 16
 PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
 
+P2P_OFF = "NCCL_P2P_DISABLE"  # the variable that switches P2P off
+NO_P2P = "PCIe, no P2P"  # the path between two devices without P2P
 Transport = Literal["as it is", "no P2P", "sockets"]
 TRANSPORTS: Mapping[Transport, Mapping[str, str]] = {
     "as it is": {},
-    "no P2P": {"NCCL_P2P_DISABLE": "1"},
-    "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    "no P2P": {P2P_OFF: "1"},
+    "sockets": {P2P_OFF: "1", "NCCL_SHM_DISABLE": "1"},
 }
 Outcome = Literal["ok", "hangs", "wrong", "failed"]
 _Reply = TypeVar("_Reply", RankReady, Arrived, Joined, Summed)
@@ -149,14 +151,18 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 def name_path(devices: Sequence[Device]) -> str:
     """Return the name of the slowest path between two of these devices, such as NVLink.
 
-    Return "" if a path is unknown, as between hosts.
+    If a variable of NCCL switches P2P off, the name says so. Return "" if a path is unknown, as
+    between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
         return ""
     backend = find_backend(kinds.pop())
     paths = {backend.name_path(*pair) for pair in combinations(devices, 2)}
-    return "" if "" in paths else max(paths, key=len, default="")
+    slowest = "" if "" in paths else max(paths, key=len, default="")
+    if slowest and slowest != NO_P2P and os.environ.get(P2P_OFF, "0") != "0":
+        return f"{slowest}, off by {P2P_OFF}"
+    return slowest
 
 
 def write_variables(variables: Mapping[str, str]) -> str:

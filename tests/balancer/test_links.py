@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -190,6 +191,14 @@ def test_the_path_between_gpus_is_what_the_driver_says(
     double.fail("nvmlDeviceGetP2PStatus", 999)
     assert links.name_path(gpus[:2]) == ""
     assert links.name_path(slices(2)) == ""
+
+
+def test_a_path_that_a_variable_switches_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace(name_path=lambda *_: "NVLink")
+    monkeypatch.setattr(links, "find_backend", lambda _: backend)
+    for value, path in (("1", "NVLink, off by NCCL_P2P_DISABLE"), ("0", "NVLink")):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+        assert links.name_path(slices(2)) == path
 
 
 def test_a_record_that_is_broken_is_as_none() -> None:

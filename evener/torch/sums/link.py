@@ -15,7 +15,7 @@ from ..stores import open_file_store
 
 LARGE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # size of the tensor that measures bandwidth
 SMALL_SUMS = 20
-LARGE_SUMS = 5
+LARGE_SUMS = 11
 WARM_UP = 3
 WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 
