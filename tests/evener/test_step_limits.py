@@ -80,6 +80,17 @@ def test_the_gain_of_freed_cores_is_known_within_a_fifth(starved: float) -> None
     assert 0.8 * expected < 1 + limit.gain_low < 1 + limit.gain_high < 1.26 * expected
 
 
+def test_a_remedy_on_one_rank_saves_what_all_others_wait() -> None:
+    """The third rank takes 20 ms longer than the first, and the second 10 ms."""
+    ranks = (
+        rank(meeting_s=0.021),
+        rank("GPU:1", own_work_s=0.11, meeting_s=0.011),
+        rank("GPU:2", input_s=0.02),
+    )
+    (limit,) = [each for each in judge_training(ranks).limits if each.kind is LimitKind.RANK_INPUT]
+    assert limit.gain == pytest.approx(0.121 / 0.111 - 1, rel=0.02)
+
+
 def test_ranks_without_cores_also_wait_for_each_other() -> None:
     """Each of two is the last one in half of the steps, and both would be as fast without it."""
     times: dict[str, Any] = {"own_work_s": 0.06, "idle_own_s": 0.03, "meeting_s": 0.021}
