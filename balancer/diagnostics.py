@@ -50,6 +50,7 @@ from .store.links import save_links
 
 Level = Literal["ok", "note", "problem"]
 
+# timeout of importing a framework, which took 10 to 20 s on two cores shared by ten programs
 IMPORT_SECONDS = 120
 # factor by which a transport must be faster to be recommended; repeated measurements differ by less
 MUCH = 1.15

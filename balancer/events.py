@@ -16,7 +16,7 @@ from evener.plan.file import Plan
 from .types import Belief, Observation, Probe, Result
 from .verdict import Verdict
 
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0  # timeout for a thread to end; killing all children takes a second or two
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

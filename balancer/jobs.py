@@ -36,9 +36,9 @@ from .types import Problem
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
 NOT_RUN = "simulated devices have the speeds of a model of their own."
 REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
-LARGEST_BATCH = 1 << 30
+LARGEST_BATCH = 1 << 30  # rows: no training has as many, and sums of shares stay exact
 LARGEST_SEED = (1 << 63) - 1  # the largest seed that a plan can store
-MOST_DEVICES = 1024
+MOST_DEVICES = 1024  # half a million pairs of devices are compared per decision
 
 
 def make_job(request: Request) -> Job:

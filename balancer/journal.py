@@ -33,9 +33,11 @@ from .types import (
 )
 
 SCHEMA = 2  # 1: before shares could be computed in passes
+# limits against files that are no journals: a search writes 600 bytes per observation, so this is
+# half a million of them
 LARGEST_FILE_BYTES = 256 << 20
-LONGEST_LINE_BYTES = 8 << 20
-MOST_DEVICES = 4096
+LONGEST_LINE_BYTES = 8 << 20  # 8 KiB for each of 1024 devices; two need 8 KiB, with sampled lengths
+MOST_DEVICES = 4096  # in a journal; more than a search accepts
 NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 

@@ -34,7 +34,7 @@ from .types import End, Facts, Failed, KnownLink, Observation, OutOfMemory, Prob
 GRACE_SECONDS = 2.0  # seconds beyond the budget for probes that are still running when it ends;
 GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
 STEPPING = ("warming up", "measuring")
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # interval of looking whether a build has ended
 # the seconds that these phases may take, even beyond the budget, as long as no probe has ended
 FIRST_SECONDS = {
     "starting": 60.0,

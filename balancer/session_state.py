@@ -20,7 +20,7 @@ from .journal import ObservationEntry
 from .result.rivals import is_comparable, printed_gain
 from .types import Belief, Interval, Layout, OutOfMemory, Result, Timed, layout_of
 
-KEPT_OBSERVATIONS = 2000
+KEPT_OBSERVATIONS = 2000  # for the screen: searches have 10 to 80, and a list of more isn't read
 RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 

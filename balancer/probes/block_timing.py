@@ -55,7 +55,7 @@ STALLED = 3.0  # a block is stalled if it took this many times as long as the me
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # fraction of disturbed blocks that is worth a warning
 GREW = 1.01  # peak memory of a device after a block, relative to the peak before it
-TOO_SHORT_SECONDS = 0.05
+TOO_SHORT_SECONDS = 0.05  # seconds of timed steps: less than three of the shortest blocks
 UNSTEADY = ("drift", "throttled")  # a probe with these warnings is timed again
 AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 

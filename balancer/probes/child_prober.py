@@ -66,7 +66,7 @@ REPEAT_SECONDS = 0.5  # seconds between two reports on a silent probe
 GO_ON = RunSteps(1, 0.05)
 LINK_SECONDS = 20.0  # timeout in seconds for a few all-reduces, which take a second
 PORT_TRIES = 3  # attempts: a port may be taken between its choice and its use
-LARGEST_ERROR_FILE_BYTES = 4 << 20
+LARGEST_ERROR_FILE_BYTES = 4 << 20  # a hundred tracebacks of `protocol.LONGEST_TRACEBACK`
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
 

@@ -38,7 +38,7 @@ LONGEST_REQUEST = 1 << 20  # bytes of the environment variables of a child
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 MODULE = "evener.balancer.probes.worker"
-WAIT_SECONDS = 2.0
+WAIT_SECONDS = 2.0  # timeout for a killed process to be reaped
 LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 

@@ -37,7 +37,7 @@ from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Sta
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
 RECEIVE_SECONDS = 2.0  # seconds after which a call without a message returns
-INBOX = 10_000
+INBOX = 10_000  # messages: more than the ranks of 1024 devices send while none is read
 SILENT_SECONDS = 15.0  # seconds of silence after which a host counts as lost;
 ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 

@@ -21,7 +21,7 @@ from evener.workloads.user_code import is_user_file
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Devices = msgspec.Meta(min_length=1, max_length=4096)
-LONGEST_LINE_BYTES = 256 << 10
+LONGEST_LINE_BYTES = 256 << 10  # of a reply: `LONGEST_TRACEBACK` escaped, 6 bytes a character
 LONGEST_TEXT = 2000  # characters of an error's text
 # characters of a traceback: with every one of them escaped, it still fits on a line
 LONGEST_TRACEBACK = 40_000
