@@ -32,7 +32,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class PlacementOptions(Protocol):
-    """Those of a search's options that families use."""
+    """The options of a search that families use."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:

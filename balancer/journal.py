@@ -49,10 +49,7 @@ class UnwrittenError(RequestError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The content of a journal.
-
-    `whole_bytes` is the number of bytes up to the end of the last complete line.
-    """
+    """The first line of a journal: the request, and the devices that were found for it."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -117,7 +114,7 @@ _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 class JournalContents(msgspec.Struct, frozen=True):
     """The content of a journal.
 
-    `whole_bytes` is the size of its complete lines, without an incomplete last line.
+    `whole_bytes` is the number of bytes up to the end of the last complete line.
     """
 
     header: Header

@@ -378,7 +378,7 @@ class Evaluation:
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that determine a layout's samples/s, by turn.
+        """Return the measurements that determine a layout's samples/s, by turn number.
 
         Measurements in the solo stage, where all devices run at the same time, are used only if
         there are no others.

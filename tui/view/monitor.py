@@ -357,7 +357,7 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the number by which a column of readings is sorted: the value, or -1 without one.
+    """Return the number by which a column of readings is sorted: the value; -1 if there is none.
 
     In descending order, rows without a value thus come last.
     """

@@ -299,7 +299,7 @@ def _silence_kind(row: RankRow) -> str:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a sort key of how far a rank has got: its batch, and its part of the step.
+    """Return a rank's progress as a sort key: its batch, and the part of the step.
 
     A batch may be requested before or after the work between steps, so these two parts count the
     same.

@@ -213,7 +213,7 @@ class TrainerSteps:
     def compute(self, batch: Any) -> Any:
         """Return the loss of a pass on `batch`.
 
-        As in the Trainer, the batch's labels are counted before the forward pass, which costs time.
+        As in the Trainer, the batch's labels are counted before the forward pass.
         """
         trainer = self._trainer
         trainer.model.train()
@@ -226,7 +226,7 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step, because it takes time.
+        """Do what the Trainer does before each optimizer step, so that it takes as long.
 
         It waits for the loss, counts the operations of each pass (which visits all parameters), and
         clips the gradients.
