@@ -1,9 +1,10 @@
 """Measure what evener does on four GPUs of one host, in parts of a few minutes.
 
-  python -m benchmarks.four_gpus PART... --out FOLDER [--seconds 570]
+  python -m benchmarks.four_gpus PART... --out FOLDER [--seconds 570] [--percent 100,60,40,25]
 
-MPS limits the GPUs to 100, 60, 40 and 25 % of their multiprocessors. Parts run one after the other
-in the given order, each by the benchmark named here:
+MPS limits the GPUs to 100, 60, 40 and 25 % of their multiprocessors; `--percent` names others, such
+as 100,40 on two GPUs. The parts run one after the other in the given order, each by the benchmark
+named here:
 
   plan      a search for a decoder, trainings by its plan, and its neighbours by hand (gpu_loops)
   trainer   a search for transformers' Trainer and a training by its plan (trainers)
@@ -41,8 +42,7 @@ from benchmarks.gpu_bench import mps_daemon
 from benchmarks.gpu_exchanges import TESTS
 
 ROOT = Path(__file__).parents[1]
-UNEQUAL = {"gpu": "gpu:0,gpu:1@60%,gpu:2@40%,gpu:3@25%", "cpu": "cpu/2"}
-EQUAL = {"gpu": "gpu:0,1,2,3", "cpu": "cpu/2"}
+SLICES = "cpu/2"
 NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 SOCKETS = {**NO_P2P, "NCCL_SHM_DISABLE": "1"}
 TRAINS_AFTER = 25.0  # seconds from the start of `evener run` until its program trains
@@ -65,11 +65,21 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The parts, for this kind of devices and with this folder for their files."""
+    """The parts, for GPUs of these percentages or for a CPU, with a folder for their files."""
 
-    def __init__(self, kind: str, out: Path) -> None:
-        self._gpu, self._out = kind == "gpu", out
-        self._kind = kind
+    def __init__(self, kind: str, percentages: Sequence[str], out: Path) -> None:
+        self._kind, self._gpu, self._out = kind, kind == "gpu", out
+        self._percentages = ",".join(percentages)
+        self._unequal, self._equal = SLICES, SLICES
+        self._pairs = ("", "")  # GPUs for the two halves of the tests
+        if self._gpu:
+            limited = [
+                f"gpu:{i}" if percent == "100" else f"gpu:{i}@{percent}%"
+                for i, percent in enumerate(percentages)
+            ]
+            self._unequal = ",".join(limited)
+            self._equal = ",".join(f"gpu:{i}" for i in range(len(percentages)))
+            self._pairs = ("0,1", "2,3" if len(percentages) > 3 else "0,1")
 
     def plan(self) -> Part:
         """Search, train by the plan in both kinds of loops, and time its neighbours by hand."""
@@ -103,12 +113,12 @@ class Parts:
 
     def links(self) -> Part:
         """Measure the links between all GPUs."""
-        words = ("benchmarks.gpu_limits", "links", "--devices", EQUAL[self._kind])
+        words = ("benchmarks.gpu_limits", "links", "--devices", self._equal)
         return Part([Command(words)], 90, unequal=False)
 
     def watch(self) -> Part:
         """Watch a program that trains by `evener run`, and draw the app beside it."""
-        devices = "gpu" if self._gpu else "cpu/2"
+        devices = "gpu" if self._gpu else SLICES
         look = ("benchmarks.gpu_watch", "--out", str(self._out / "watch"), "--devices", devices)
         draw = ("benchmarks.gpu_screen", str(self._out / "pictures"), "--devices", devices)
         seen = {"EVENER_LIVE_DIR": str(self._out / "live")}
@@ -126,17 +136,16 @@ class Parts:
         options = ("-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider")
         chosen = ("-k", "gpus or kernels_of_a_gpu")
         halves = (TESTS[0], [file for group in TESTS[1:] for file in group])
-        pairs = ("0,1", "2,3") if self._gpu else ("", "")
         commands = [
             Command(("pytest", *options, *chosen, *files), {"CUDA_VISIBLE_DEVICES": pair})
-            for files, pair in zip(halves, pairs, strict=True)
+            for files, pair in zip(halves, self._pairs, strict=True)
         ]
         return Part(commands, 130, unequal=False)
 
     def _loops(self, name: str, batch: str, *more: str, **variables: str) -> Command:
         folder = self._out / name
         folder.mkdir(exist_ok=True)
-        where = ("--devices", UNEQUAL[self._kind], "--kinds", "decoder", "--keep", str(folder))
+        where = ("--devices", self._unequal, "--kinds", "decoder", "--keep", str(folder))
         sizes = (
             ("--seconds", "10", "--batch", batch) if self._gpu else ("--seconds", "4", "--small")
         )
@@ -144,12 +153,12 @@ class Parts:
 
     def _variants(self, trainer: str) -> Command:
         size, batch, budget = ("middle", "512", "45s") if self._gpu else ("small", "8", "60s")
-        where = ("--variants", "plan", "--devices", UNEQUAL[self._kind], "--size", size)
+        where = ("--variants", "plan", "--devices", self._unequal, "--size", size)
         lengths = ("--budget", budget, "--seconds", "10", "--balance", "global-batch", batch)
         return Command(("benchmarks.trainers", "variants", *where, *lengths, "--trainers", trainer))
 
     def _programs(self, cases: str, seconds: float, **variables: str) -> Command:
-        parts = "100,60,40,25" if self._gpu else "100,50"
+        parts = self._percentages if self._gpu else "100,50"
         where = ("--out", str(self._out / "programs"), "--kind", self._kind, "--parts", parts)
         limits = ("--cases", cases, "--seconds", f"{seconds:g}")
         return Command(("benchmarks.gpu_unequal", *where, *limits), variables)
@@ -170,12 +179,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=NAMES)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=570.0, help="for all parts together")
+    parser.add_argument("--percent", default="100,60,40,25", help="of each GPU")
     parser.add_argument("--kind", choices=("gpu", "cpu"), default="gpu")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the daemon, too
-    parts, ends = Parts(options.kind, out), time.monotonic() + options.seconds
+    parts = Parts(options.kind, options.percent.split(","), out)
+    ends = time.monotonic() + options.seconds
     for name in options.parts:
         part: Part = getattr(parts, name.replace("-", "_"))()
         left = ends - time.monotonic()
