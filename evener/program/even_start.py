@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from .exchanges import FROM_ONE, LIBRARIES, is_between, is_installed, name_package
+from .views import DIFFERENCES, differ
 
 # Optimizer steps, and batches, after which missing results of the first audit aren't waited for.
 # Ranks read each other's results in the fourth step.
@@ -34,6 +35,7 @@ class RankStart(msgspec.Struct):
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
+    row: tuple[float, ...] = ()  # sums over a row of the data set; empty if unknown
 
 
 class EvenStart:
@@ -92,17 +94,26 @@ class EvenStart:
         self.is_over = True
         if audits.judge.over:  # an audit has found a difference
             return
-        every = self._exchange(RankStart(self._exchanged, self._training.ahead))
-        words = next((each.exchanged for each in every if each.exchanged), "")
-        if words:
+        every = self._exchange(RankStart(self._exchanged, self._training.ahead, audits.row))
+        fault = _find_fault(every)
+        if fault:
             self._training.stay_even()
-            self._stay(
-                f"its ranks exchange values by {words} between its steps, which may go into what is"
-                " learned"
-            )
+            self._stay(fault)
         else:
             self._training.leave_even(max(each.ahead for each in every))
             self._leave()
+
+
+def _find_fault(every: list[RankStart]) -> str:
+    """Return why the ranks' shares have to stay even; empty if they don't."""
+    words = next((each.exchanged for each in every if each.exchanged), "")
+    if words:
+        return (
+            f"its ranks exchange values by {words} between its steps, which may go into what is"
+            " learned"
+        )
+    have_other_rows = differ([each.row for each in every if each.row])
+    return DIFFERENCES["row"] if have_other_rows else ""
 
 
 def find_callback() -> str:

@@ -22,8 +22,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
 from ..torch.audit.objects import unfold
-from ..torch.audit.randomness import SEED, seed_all
-from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows
+from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows, summarize_row
 from ..torch.audit.state import kept_state
 from ..torch.private import count_yielded, is_loader_iterator
 from ..torch.rows.loader import Epoch
@@ -156,7 +155,8 @@ class Loop:
     def varies(self) -> bool:
         """True if the data set returns different rows for the same index and random state."""
         with suppress(Exception):  # the user's code may not support this call
-            twin, number = self._copy_rows()
+            twin = copy_dataset(self._loader.dataset)
+            number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
             for _ in range(2):
                 with kept_state():
@@ -165,26 +165,11 @@ class Loop:
         return False
 
     def summarize_row(self) -> tuple[float, ...]:
-        """Return two sums over each tensor of one row, the same row on every rank; () if unknown.
-
-        The row is read with a fixed random state, and collated.
-        """
-        with suppress(Exception):  # the user's code may not support this call
-            twin, number = self._copy_rows()
-            with kept_state():
-                seed_all(SEED)
-                row = self._loader.collate_fn([twin[number]])
-            tensors = [each.detach().double().flatten() for each in tensors_in(unfold(row))]
-            sums = [
-                (each.sum(), each @ torch.linspace(1, 2, len(each)).to(each)) for each in tensors
-            ]
-            return tuple(float(each) for pair in sums for each in pair)
-        return ()
-
-    def _copy_rows(self) -> tuple[Any, int]:
-        """Return a copy of the data set, and the number of one of the epoch's rows."""
-        number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
-        return copy_dataset(self._loader.dataset), number
+        """Return sums over one row, the same row on every rank; () if unknown."""
+        if self.sampler is None:
+            return ()
+        number = next(iter(self.sampler.sample_rows(1, 1)))
+        return summarize_row(self._loader.dataset, self._loader.collate_fn, number)
 
     def count_rows(self) -> int:
         """Return the number of rows that the loader took for the current batch; 0 if unknown."""

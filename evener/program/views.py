@@ -106,7 +106,7 @@ def find_difference(every: list[RankView]) -> str:
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
-    if _differ([each.row for each in every if each.row]):
+    if differ([each.row for each in every if each.row]):
         return "row"
     return "numbers" if _have_other_numbers(every) else ""
 
@@ -119,10 +119,10 @@ def _have_other_numbers(every: list[RankView]) -> bool:
     looked = [each for each in every if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
     uses = [each.uses for each in looked if comparable]
-    return _differ([each.numbers for each in looked]) or _differ(uses)
+    return differ([each.numbers for each in looked]) or differ(uses)
 
 
-def _differ(every: Sequence[Any]) -> bool:
+def differ(every: Sequence[Any]) -> bool:
     """True if some numbers of one rank differ from those of the first by more than rounding."""
     return any(not _are_near(each, every[0]) for each in every)
 

@@ -19,6 +19,7 @@ from tests.support.torch_start import free_port
 
 skip_without("torch")
 
+from evener.program.views import DIFFERENCES  # noqa: E402
 from evener.torch.sums.collectives import USES_COLLECTIVES  # noqa: E402
 from evener.torch.training_audits import CANT  # noqa: E402
 from evener.training.audit import CAUSES  # noqa: E402
@@ -262,6 +263,8 @@ def test_a_trainer_whose_loss_changes_later_goes_even(
         ("a module that gathers", USES_COLLECTIVES),
         ("a trainer whose ranks weigh otherwise", CAUSES["state"].why),
         ("a module with the ranks' last loss", "its ranks exchange values by all_reduce"),
+        ("a trainer of rows split on each rank", DIFFERENCES["row"]),
+        ("a module of rows split on each rank", DIFFERENCES["row"]),
     ],
 )
 def test_a_trainer_whose_loss_depends_on_other_ranks_stays_even(

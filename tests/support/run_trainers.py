@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
-from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader, random_split
+from transformers import Trainer, TrainerCallback
 
 from tests.support.huggingface_programs import make_arguments, make_parts
 from tests.support.lightning_programs import Program, make_trainer, points
@@ -24,17 +24,32 @@ from tests.support.trainer_audit_programs import PLAIN, ROWS, Late, LateMoments
 PROGRAMS: Programs = {}
 
 
-def train_huggingface(kind: Any) -> Any:
-    """Train with a Trainer of transformers as one process of two."""
+def split(rows: Any) -> Any:
+    """Return a part of the rows that each rank draws for itself."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    return random_split(rows, [len(rows) - 8, 8], generator=drawn)[0]
+
+
+def train_huggingface(kind: Any, splits: bool = False) -> Any:
+    """Train with a Trainer of transformers as one process of two.
+
+    With `splits`, each rank draws its own part of the rows.
+    """
     parts = make_parts(PLAIN)
+    if splits:
+        parts["train_dataset"] = split(parts["train_dataset"])
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(PLAIN, folder, per_device_train_batch_size=BATCH)
         kind(args=arguments, **parts).train()
     return parts["model"]
 
 
-def train_lightning(kind: Any) -> Any:
-    """Train with Lightning's own strategy as one process of two."""
+def train_lightning(kind: Any, splits: bool = False) -> Any:
+    """Train with Lightning's own strategy as one process of two.
+
+    With `splits`, each rank draws its own part of the rows.
+    """
+    rows = split(points(ROWS)) if splits else points(ROWS)
     module = kind()
     module.layers[1].p = 0.0  # no dropout, as each rank draws its own
     # Lightning removes the process group's variables at the end
@@ -47,7 +62,7 @@ def train_lightning(kind: Any) -> Any:
             max_epochs=3,
             use_distributed_sampler=True,
         )
-        trainer.fit(module, DataLoader(points(ROWS), batch_size=BATCH))
+        trainer.fit(module, DataLoader(rows, batch_size=BATCH))
     return module
 
 
@@ -139,3 +154,5 @@ PROGRAMS["a trainer whose ranks weigh otherwise"] = lambda: train_huggingface(Ra
 PROGRAMS["a module whose ranks weigh otherwise"] = lambda: train_lightning(RankedModule)
 PROGRAMS["a trainer with the ranks' last loss"] = lambda: train_huggingface(Shared)
 PROGRAMS["a module with the ranks' last loss"] = lambda: train_lightning(SharedModule)
+PROGRAMS["a trainer of rows split on each rank"] = lambda: train_huggingface(Trainer, splits=True)
+PROGRAMS["a module of rows split on each rank"] = lambda: train_lightning(Late, splits=True)
