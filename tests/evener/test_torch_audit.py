@@ -25,7 +25,13 @@ from evener.torch.audit import compute  # noqa: E402
 from evener.torch.audit.compute import GradientSketcher  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
-from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors, project_together  # noqa: E402
+from evener.torch.audit.sketch import (  # noqa: E402
+    SIGNS,
+    GradientSums,
+    add_lines,
+    name_tensors,
+    sum_lines,
+)
 from evener.torch.audit.step import DRAWN, Audited, Computations, audit  # noqa: E402
 from evener.torch.rows.structure import tensors_in  # noqa: E402
 from evener.torch.training_audits import (  # noqa: E402
@@ -297,14 +303,25 @@ def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:
 def test_sums_of_a_small_gradient_are_the_same_beside_others() -> None:
     torch.manual_seed(0)
     many = [torch.randn(size) for size in (1, 5, 255, 256, 257, 1000, 40_000)]
-    together = project_together(many, SIGNS)
-    alone = torch.cat([project_together([each], SIGNS) for each in reversed(many)]).flip(0)
+    together = torch.tensor(add_lines([sum_lines(many, SIGNS)]))
+    alone = torch.tensor(add_lines([sum_lines([each], SIGNS) for each in reversed(many)])).flip(0)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-3)
     norms = torch.stack([each.double().norm() for each in many])
-    found = torch.stack([project_together([each * 3], SIGNS)[0] for each in many])
+    found = torch.tensor(add_lines([sum_lines([each * 3], SIGNS) for each in many]))
     torch.testing.assert_close(found, together * 3, rtol=1e-4, atol=1e-3)
     sizes = together.square().mean(1).sqrt() / norms
     assert bool(((sizes > 0.2) & (sizes < 4)).all())
+
+
+def test_only_weights_whose_values_are_all_equal_are_moved() -> None:
+    large, differs = torch.zeros(300, 200), torch.full((300, 200), 0.1)
+    differs[-1, -1] = 0.2
+    tensors = [large, differs, torch.ones(7), torch.randn(7), torch.full((5,), 0.1).bfloat16()]
+    before = [each.clone() for each in tensors]
+    with compute._moved(tensors):
+        moved = [not torch.equal(*pair) for pair in zip(tensors, before, strict=True)]
+    assert moved == [True, False, True, False, True]
+    assert all(map(torch.equal, tensors, before))
 
 
 def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:

@@ -30,11 +30,13 @@ from .randomness import (
     seed_all,
     seed_torch,
 )
-from .sketch import SIGNS, GradientSums, read_scalars
+from .sketch import SIGNS, GradientSums
 from .state import keep_with_frozen
 
 HOST_ROOM = 1 << 29  # bytes of host memory that an audit may allocate at once
 MOVE = 0.01  # standard deviation of the noise added to weights that are all equal
+# largest number of values of a tensor that the host compares, and values copied of larger ones
+COPIED, SAMPLED = 1 << 14, 64
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
@@ -319,7 +321,7 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
 
     Each of these weights is refilled with its single value on exit, so no copies are needed.
     """
-    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
     try:
         for data, value in _list_equal(tensors):
@@ -331,18 +333,40 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
             data.fill_(value)
 
 
-def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
     """Return the floating-point tensors whose values are all equal, each with that value.
 
-    Tensors with a single value, and subclasses of Tensor, are left out.
+    Tensors with a single value, and subclasses of Tensor, are left out. The host compares the
+    values of small tensors and the first values of others, because a GPU needs 50 ms to load the
+    operations that compare. It compares only the rest of a large tensor that begins with equal
+    values.
     """
     plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
-    values = [each.reshape(-1)[0].clone() for each in several]
-    # all are compared before the host waits for the first result
-    equal = [(each == value).all() for each, value in zip(several, values, strict=True)]
-    return [
-        (each, value)
-        for each, value, same in zip(several, values, read_scalars(equal), strict=True)
-        if same
-    ]
+    found = []
+    for each, first in zip(several, _copy_first_values(several), strict=True):
+        value = float(first[0])
+        is_equal = bool((first == value).all())
+        if is_equal and len(first) < each.numel():
+            is_equal = bool((each == value).all())
+        if is_equal:
+            found.append((each, value))
+    return found
+
+
+def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all values of small tensors and the first values of others, on the host.
+
+    The host waits for one copy per device and dtype.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for place, each in enumerate(tensors):
+        kinds.setdefault((each.device, each.dtype), []).append(place)
+    found: dict[int, torch.Tensor] = {}
+    for places in kinds.values():
+        counts = [tensors[place].numel() for place in places]
+        counts = [count if count <= COPIED else SAMPLED for count in counts]
+        pairs = zip(places, counts, strict=True)
+        joined = torch.cat([tensors[place].reshape(-1)[:count] for place, count in pairs])
+        found.update(zip(places, joined.cpu().split(counts), strict=True))
+    return [found[place] for place in range(len(tensors))]

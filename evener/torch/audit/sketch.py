@@ -75,27 +75,38 @@ class Signs:
         return self._layouts[key]
 
     def _make_layout(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        counts = torch.tensor([-(-size // width) for size in sizes])
-        signs = self.take(int(counts.max()), 0, like)
+        counts = [-(-size // width) for size in sizes]
+        signs = self.take(max(counts), 0, like)
         zeros = like.new_zeros(width)
-        owners = torch.arange(len(sizes)).repeat_interleave(counts)
         return _Layout(
             rests=[zeros[: -size % width] for size in sizes],
-            signs=torch.cat([signs[:count] for count in counts.tolist()]),
-            owners=owners.to(like.device, non_blocking=like.is_cuda),
+            signs=torch.cat([signs[:count] for count in counts]),
+            counts=counts,
         )
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
     """How several gradients are arranged in lines, one gradient after the other.
 
-    `rests` has the zeros that pad each gradient's last line. For each line, `signs` has its signs
-    and `owners` the index of its gradient.
+    `rests` has the zeros that pad each gradient's last line, `signs` the signs of each line, and
+    `counts` the number of lines of each gradient.
     """
 
     rests: list[torch.Tensor]
     signs: torch.Tensor
-    owners: torch.Tensor
+    counts: list[int]
+
+
+class LineSums(msgspec.Struct, frozen=True, eq=False):
+    """Random sums of each line of several gradients, one gradient after the other.
+
+    `lines` has the shape (lines, PROJECTIONS), in float64 on the gradients' device. `counts` has
+    the number of lines of each gradient. The host adds up a gradient's lines, because the operation
+    that would do so on a GPU takes 65 ms to load.
+    """
+
+    counts: list[int]
+    lines: torch.Tensor
 
 
 SIGNS = Signs()  # shared by all sketches, so that they can be compared
@@ -106,7 +117,7 @@ def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.numel() <= JOINED:
-        return project_together([gradient], signs)[0] if gradient.numel() else _none(gradient)
+        return sum_lines([gradient], signs).lines.sum(0) if gradient.numel() else _none(gradient)
     flat = _flatten(gradient)
     lines = flat.numel() // WIDTH
     own = signs.take(lines + 1, 0, _widen(flat[:1]))
@@ -127,8 +138,8 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
     return torch.zeros(PROJECTIONS, dtype=torch.float64, device=gradient.device)
 
 
-def project_together(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
-    """Return PROJECTIONS random sums of each gradient, in a few operations for all of them.
+def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
+    """Return PROJECTIONS random sums of each gradient's lines, in few operations for all of them.
 
     The gradients are dense, have the same dtype and device, and are arranged in lines of the same
     length. The sums of a gradient don't depend on the other gradients.
@@ -139,8 +150,16 @@ def project_together(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.T
     pieces = [part for pair in zip(flat, layout.rests, strict=True) for part in pair]
     lines = _widen(torch.cat(pieces)).view(-1, width)
     sums = (lines @ signs.take(width, 1, lines)).mul_(layout.signs).double()
-    found = sums.new_zeros((len(flat), PROJECTIONS))
-    return found.index_add_(0, layout.owners, sums)
+    return LineSums(layout.counts, sums)
+
+
+def add_lines(sums: Sequence[LineSums]) -> list[list[float]]:
+    """Copy these sums from one device to the host, and return the sums of each gradient."""
+    lines = torch.cat([each.lines for each in sums]).cpu().numpy()
+    counts = [count for each in sums for count in each.counts]
+    starts = numpy.cumsum([0, *counts[:-1]])
+    added: list[list[float]] = numpy.add.reduceat(lines, starts, axis=0).tolist()
+    return added
 
 
 def _line_width(gradient: torch.Tensor) -> int:
@@ -188,8 +207,8 @@ class GradientSums:
         self._at_once = at_once
         self._joined = JOINED if at_once else JOINED_SINGLY
         self._most_waiting = MOST_WAITING if at_once else MOST_WAITING_SINGLY
-        # names of tensors, and the sums of their gradients: (tensors, PROJECTIONS)
-        self._sums: list[tuple[list[str], torch.Tensor]] = []
+        # names of tensors, and the sums of their gradients
+        self._sums: list[tuple[list[str], LineSums]] = []
         self._waiting: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
         self._size = 0  # number of values that wait
         self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -214,7 +233,7 @@ class GradientSums:
         self._factor = 1.0 if scale is None else weight / scale
         self._losses.append(value)
         if loss_only:
-            self._sums.append(([LOSS], value.expand(1, PROJECTIONS)))
+            self._sums.append(([LOSS], LineSums([1], value.expand(1, PROJECTIONS))))
             self._kinds[LOSS] = loss.dtype
             return
         trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
@@ -269,7 +288,7 @@ class GradientSums:
         `name` is the name of the gradient's tensor.
         """
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
-            self._add([name], project(gradient, self._signs)[None])
+            self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return
         kind = gradient.device, gradient.dtype, _line_width(gradient)
         self._waiting.setdefault(kind, []).append((name, gradient))
@@ -277,12 +296,12 @@ class GradientSums:
         if self._size > self._most_waiting:
             self._project_waiting()
 
-    def _add(self, names: list[str], sums: torch.Tensor) -> None:
-        self._sums.append((names, sums * self._factor))
+    def _add(self, names: list[str], sums: LineSums) -> None:
+        self._sums.append((names, LineSums(sums.counts, sums.lines * self._factor)))
 
     def _project_waiting(self) -> None:
         for pairs in self._waiting.values():
-            sums = project_together([gradient for _, gradient in pairs], self._signs)
+            sums = sum_lines([gradient for _, gradient in pairs], self._signs)
             self._add([name for name, _ in pairs], sums)
         self._waiting.clear()
         self._size = 0
@@ -293,12 +312,13 @@ class GradientSums:
         `computed` has the dtypes that the losses were computed in.
         """
         made = Sketch(loss=math.fsum(read_scalars(self._losses)))
-        for device in {sums.device for _, sums in self._sums}:
-            own = [(names, sums) for names, sums in self._sums if sums.device == device]
-            lines = torch.cat([sums for _, sums in own]).tolist()
-            for name, line in zip((each for names, _ in own for each in names), lines, strict=True):
+        for device in {sums.lines.device for _, sums in self._sums}:
+            own = [(names, sums) for names, sums in self._sums if sums.lines.device == device]
+            every_name = [name for names, _ in own for name in names]
+            added = add_lines([sums for _, sums in own])
+            for name, each in zip(every_name, added, strict=True):
                 kind = self._kinds[name] if name in self._kinds else self._tensors[name].dtype
-                made.add(name, _name_kind(kind, computed), line)
+                made.add(name, _name_kind(kind, computed), each)
         return made
 
 
