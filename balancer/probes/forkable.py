@@ -1,10 +1,13 @@
 """Decides whether a process in which the user's code has built a model can be forked.
 
-A fork copies the memory and only the thread that calls it: other threads don't exist in the copy.
-Threads that their library ends before each fork and starts again when it needs them, such as those
-of OpenBLAS, don't matter: a fork for trial shows which threads are left after it. Both processes
-share the position in an open file, and a device's driver doesn't survive. If a build reads anything
-about its rank, the result would be the same in each copy. So all of these rule out a fork.
+Four things rule out a fork:
+
+- Other threads than the one that forks, because they don't exist in the copy. Threads that their
+  library ends before each fork and starts again when needed, such as those of OpenBLAS, don't
+  matter: a fork for trial shows which threads are left after it.
+- Open files, because both processes would share the position in them.
+- A device's driver, because it doesn't survive a fork.
+- A build that reads anything about its rank, because each copy would have the same result.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class QuickWindow(NamedTuple):
 
 
 class QuickStep(NamedTuple):
-    """A training's quick step on a core at full speed: seconds per sample.
+    """The duration of a training's quick step on a core at full speed, in seconds per sample.
 
-    `error` is half of its 95 % interval, relative to it.
+    `error` is half of its 95 % interval, relative to the duration.
     """
 
     seconds: float
@@ -62,10 +62,10 @@ def compare_quick_steps(
 ) -> tuple[list[QuickStep], float]:
     """Return each training's quick step at full speed, and the relative error that both share.
 
-    `trainings` has the windows of two trainings. The loop takes equally long in both if
-    `same_loop`; otherwise, as in another version of Python, each training is assumed to have had a
-    core at full speed in its fastest windows. The shared error is half of a 95 % interval, from the
-    slope.
+    `trainings` has the windows of two trainings. If `same_loop`, the fixed loop takes equally long
+    in both on equally fast cores. Otherwise, for example with another version of Python, each
+    training is assumed to have had a core at full speed in its fastest windows. The shared error is
+    half of a 95 % interval, and comes from the slope.
     """
     slowed = _find_slowed(trainings, same_loop)
     times = [[math.log(window.step_s) for window in each] for each in trainings]

@@ -207,9 +207,10 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return half of the 95 % interval of what a remedy changes in the rest of a step, in seconds.
+    """Return the uncertainty of how a remedy changes the rest of a step, in seconds.
 
-    The remedy takes away a part of `seconds` in a step of `step_s` seconds.
+    It is half of a 95 % interval. The remedy removes a part that takes `seconds` from a step that
+    takes `step_s` seconds. The rest of the step may then take more or less time.
     """
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
