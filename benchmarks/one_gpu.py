@@ -88,7 +88,7 @@ SCRIPTS = {
         "neural_network.py",
         shorter=("03-Neural Network/neural_network.py", "num_epochs = 50", "num_epochs = 8"),
     ),
-    "word2vec": Script("graykode/nlp-tutorial", "1-2.Word2Vec", "Word2Vec-Torch.py"),
+    "word2vec": Script("graykode/nlp-tutorial", "1-2.Word2Vec", "Word2Vec-Skipgram(Softmax).py"),
     "vae": Script("pytorch/examples", "vae", "main.py --epochs 2 --batch-size 8"),
 }
 
@@ -126,6 +126,8 @@ def try_script(name: str, options: argparse.Namespace) -> tuple[str, str]:
     lines = run.read_lines()
     if not lines.text:
         return found, "no lines were printed"
+    if "come from no DataLoader" in run.log("alone"):
+        return found, "its rows come from no DataLoader, as the message says"
     return found, try_lines(run, lines, script.words.split())
 
 
@@ -212,6 +214,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
             "MPLBACKEND": "agg",
+            "PYTHONHASHSEED": "0",
         }
 
     def log(self, way: str) -> str:
@@ -266,14 +269,14 @@ def list_files(folder: Path) -> set[str]:
 
 
 def write_pictures(folder: Path) -> None:
-    """Write a few pictures of 16 x 16 into a folder; those of masks have two values."""
+    """Write a few pictures of 32 x 32 into a folder; those of masks have two values."""
     import numpy
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     is_mask = folder.name == "masks"
-    for number in range(27):
-        drawn = numpy.random.default_rng(number).integers(0, 2 if is_mask else 256, (16, 16, 3))
+    for number in range(26):
+        drawn = numpy.random.default_rng(number).integers(0, 2 if is_mask else 256, (32, 32, 3))
         picture = Image.fromarray((drawn[..., 0] if is_mask else drawn).astype("uint8"))
         suffix = "_mask" if is_mask else ""
         picture.save(folder / f"{number}{suffix}.{'gif' if is_mask else 'png'}")

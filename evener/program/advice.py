@@ -63,7 +63,10 @@ def advise(optimizer: Any, loader: Any) -> str:
             place = f"before line {line} of {Path(frame.f_code.co_filename).name}"
         methods = _describe_methods(frame, body, chain.from_iterable(models), line)
     first = ", the first one at its top" if on_gpu else ""
-    return f"To train on all of them, add {place}{first}{methods}:" + "".join(
+    rows = (
+        "Its rows come from no DataLoader, so make a data set of them. " if loader is None else ""
+    )
+    return f"{rows}To train on all of them, add {place}{first}{methods}:" + "".join(
         f"\n    {each}" for each in lines
     )
 

@@ -43,7 +43,9 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
-        wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
+        wrapped(*arguments, **keywords)
+        if opened or not PROGRAM.trains(loader)
+        else Loop(loader, wrapped)
     )
 
 
@@ -53,7 +55,7 @@ def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     It is followed if the program trains in it and PyTorch's iterator, or one derived from it, makes
     the batches. Otherwise it isn't known how many batches are fetched ahead.
     """
-    if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains():
+    if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)
     loop = Loop(loader, partial(wrapped, *arguments, **keywords))
     if loop.has_known_iterator:
@@ -69,7 +71,7 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
     It is returned as a Loop if the program trains in it.
     """
     inner = getattr(outer, "base_dataloader", None) or outer.loader
-    return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
+    return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
 
 
 class Loop:
@@ -209,6 +211,7 @@ class SharedBatches:
 
     def __init__(self, given: Any, fault: str) -> None:
         self.given, self.opens = given, False
+        self.has_trained = False  # True once an optimizer has stepped in a loop over the loader
         self.sampler: UnevenBatchSampler | None = None
         # digest: of the order of rows and the number of batches
         self.fault, self.digest = fault, (0, 0)
@@ -462,12 +465,12 @@ def _chain(sampler: Any) -> Iterator[Any]:
         )
 
 
-def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
+def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Start an iteration in which one rank reads the rows of all ranks, and yield its batches.
 
     In a program that trains, report this as the reason why shares stay even.
     """
-    if PROGRAM.trains():
+    if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)
     with PROGRAM.left_unchanged():
         yield from wrapped()

@@ -103,15 +103,19 @@ class Program:
         """
         return () if self._loop is None else self._loop.sizes
 
-    def trains(self) -> bool:
-        """True if a loop that begins now is probably a training loop of several ranks."""
+    def trains(self, loader: Any) -> bool:
+        """True if a loop over a DataLoader that begins now is probably a training loop.
+
+        Its models are then in training mode, or the program has trained with this loader before: a
+        program may leave them in evaluation mode after an epoch. Without other ranks, the result is
+        False.
+        """
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return (
-            group
-            and not self._others
-            and torch.is_grad_enabled()
-            and any(each.training for each in self.models)
-        )
+        if not group or self._others or not torch.is_grad_enabled():
+            return False
+        batches = getattr(loader, "batch_sampler", None)
+        has_trained: bool = getattr(batches, "has_trained", False)
+        return bool(self.models) and (has_trained or any(each.training for each in self.models))
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
         """Initialize a wrapper for a model, and record the wrapped model for training by shares.
@@ -243,6 +247,8 @@ class Program:
         """
         self._updated = True
         self._stepped = True
+        if self._loop is not None:
+            self._loop.shared_batches.has_trained = True
         if self._guard is not None:
             self._guard.steps = False
         if self._others:

@@ -115,4 +115,6 @@ def test_the_loader_has_the_script_s_name_and_its_own_if_the_script_gave_none() 
     unset = None
     batches = DataLoader(TensorDataset(torch.zeros(8, 2)), 4)
     assert "batches = torch.utils.data.DataLoader(batches.dataset" in advise(optimizer, batches)
-    assert "    loader = torch.utils.data.DataLoader(" in advise(optimizer, unset)
+    without = advise(optimizer, unset)
+    assert "    loader = torch.utils.data.DataLoader(dataset, " in without
+    assert "come from no DataLoader" in without

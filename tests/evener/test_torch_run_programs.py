@@ -30,6 +30,7 @@ EXACT = [
     ("exact_loops", "two models"),
     ("exact_loops", "steps counted"),
     ("exact_loops", "epochs left early"),
+    ("exact_loops", "left in evaluation mode"),
     ("unlike", "larger batches later"),
     ("unlike", "padding masked"),
     ("unlike", "a loader with its own iteration"),

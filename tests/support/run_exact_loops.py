@@ -64,6 +64,21 @@ class Reshuffled(DistributedSampler[Any]):
 
 
 @program
+def left_in_evaluation_mode() -> Any:
+    """After an epoch of one step, the model stays in evaluation mode, as its training goes on."""
+    model, optimizer = start()
+    loader = load(batch_size=ROWS // dist.get_world_size())
+    for _ in range(5):
+        for x, classes, _ in loader:
+            update(optimizer, F.cross_entropy(model(x), classes))
+        model.eval()
+        for x, _, _ in load():
+            with torch.no_grad():
+                model(x)
+    return model
+
+
+@program
 def epochs_left_early() -> Any:
     """Rows of an epoch depend on whether the epoch before it was read to its end."""
     model, optimizer = start()
