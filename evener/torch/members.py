@@ -16,33 +16,29 @@ from .hooks import ProcessHooks
 from .private import own_buffers
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_EVERY: weakref.WeakSet[Members] = weakref.WeakSet()
 
 
-class _Registered:
-    """Counts the registrations of modules, parameters and buffers in this process."""
-
-    def __init__(self) -> None:
-        self.parameters = self.buffers = 0
-
-    def count_module(self, *_: Any) -> None:
-        self.parameters += 1
-        self.buffers += 1
-
-    def count_parameter(self, *_: Any) -> None:
-        self.parameters += 1
-
-    def count_buffer(self, *_: Any) -> None:
-        self.buffers += 1
+def _note_all(parent: Any, *_: Any) -> None:
+    for each in _EVERY:
+        each.note(parent, parameters=True, buffers=True)
 
 
-_registered = _Registered()
+def _note_parameter(parent: Any, *_: Any) -> None:
+    for each in _EVERY:
+        each.note(parent, parameters=True)
+
+
+def _note_buffer(parent: Any, *_: Any) -> None:
+    for each in _EVERY:
+        each.note(parent, buffers=True)
 
 
 def _register() -> list[Any]:
     return [
-        modules.register_module_module_registration_hook(_registered.count_module),
-        modules.register_module_parameter_registration_hook(_registered.count_parameter),
-        modules.register_module_buffer_registration_hook(_registered.count_buffer),
+        modules.register_module_module_registration_hook(_note_all),
+        modules.register_module_parameter_registration_hook(_note_parameter),
+        modules.register_module_buffer_registration_hook(_note_buffer),
     ]
 
 
@@ -50,36 +46,58 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """Lists the parameters and buffers of a model, which it references only weakly."""
+    """Lists the parameters and buffers of a model, which it references only weakly.
+
+    What other modules register doesn't count: transformers' models make a new ModuleList of some of
+    their layers in each forward pass.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
         _HOOKS.hold(self)
-        self._parameters: list[Any] = []
+        _EVERY.add(self)
+        self._modules: set[int] = set()  # the ids of the model's modules
+        self._parameters: list[Any] | None = None  # None if they have to be listed again
         self._ids: tuple[int, ...] = ()
-        self._parameters_at = -1  # `_registered.parameters` when they were listed
-        self._owners: list[tuple[str, dict[str, Any]]] = []
-        self._owners_at = -1  # `_registered.buffers` when they were listed
+        self._owners: list[tuple[str, dict[str, Any]]] | None = None  # likewise
+        self._registered = 0  # buffers and modules that the model has registered
+
+    def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
+        """Note that the module `parent` registers something.
+
+        It may have `parameters`, `buffers` or, as a module does, both.
+        """
+        if id(parent) not in self._modules:
+            return
+        if parameters:
+            self._parameters = None
+        if buffers:
+            self._owners = None
+            self._registered += 1
+
+    def _list_modules(self) -> list[tuple[str, Any]]:
+        model = self._model()
+        named = [] if model is None else list(model.named_modules())
+        self._modules = {id(each) for _, each in named}
+        return named
 
     def trained(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Return the ids of all parameters, and whether each of them requires a gradient.
 
         Both are empty if the model no longer exists.
         """
-        if self._parameters_at != _registered.parameters:
+        if self._parameters is None:
+            self._list_modules()
             model = self._model()
             self._parameters = [] if model is None else list(model.parameters())
             self._ids = tuple(map(id, self._parameters))
-            self._parameters_at = _registered.parameters
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all buffers; a buffer of two modules is listed twice."""
-        if self._owners_at != _registered.buffers:
-            model = self._model()
-            named = [] if model is None else model.named_modules()
+        if self._owners is None:
+            named = self._list_modules()
             self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]
-            self._owners_at = _registered.buffers
         return [
             (f"{owner}.{name}" if owner else name, each)
             for owner, own in self._owners
@@ -88,8 +106,8 @@ class Members:
         ]
 
     def buffers_at(self) -> int:
-        """Return a number that changes whenever a buffer is registered in this process.
+        """Return a number that changes whenever the model registers a buffer or a module.
 
         Callers compare it to know if the result of `buffers` is still current.
         """
-        return _registered.buffers
+        return self._registered

@@ -49,6 +49,17 @@ def test_members_are_those_of_the_model_after_any_change(name: str) -> None:
     assert (members.trained() == before) is ("buffer" in name or name == "nothing")
 
 
+def test_other_models_are_no_reason_to_list_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers makes a ModuleList of a model's layers in each forward pass."""
+    model = make_model()
+    members = Members(model)
+    before = members.trained(), members.buffers(), members.buffers_at()
+    monkeypatch.setattr(model, "named_modules", None)
+    monkeypatch.setattr(model, "parameters", None)
+    torch.nn.ModuleList(model.children())
+    assert (members.trained(), members.buffers(), members.buffers_at()) == before
+
+
 def test_members_do_not_keep_a_model() -> None:
     members = Members(make_model())
     gc.collect()
