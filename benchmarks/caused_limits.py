@@ -31,7 +31,14 @@ import torch.multiprocessing as mp
 from evener.launch.summary import TrainingSummary, summarize_training
 from evener.live.files import LiveRecord
 from evener.training.limits import TrainingLimit
-from tests.support.caused_trainings import CAUSES, FIRST, PLAIN, read_record, train
+from tests.support.caused_trainings import (
+    CAUSES,
+    FIRST,
+    PLAIN,
+    SHORT_EPOCHS,
+    read_record,
+    train,
+)
 from tests.support.rank_server import place_ranks
 
 CLOSE = 0.15  # largest relative error of a gain that counts as right
@@ -41,6 +48,8 @@ CORES = 4  # of a training run
 SAVED = {"optimizer": 0.5, "checkpoints": 0.5, "validation": 0.5, "validation between epochs": 0.5}
 # causes whose remedy divides the rows differently: without the cause, both ranks would be fast
 OTHERWISE = ("unequal",)
+# the training run without a cause, where it isn't a plain one
+WITHOUT = {"validation between epochs": SHORT_EPOCHS}
 RECORD = "{rank}.record"
 
 
@@ -126,6 +135,8 @@ def print_parts(turn: Mapping[str, CausedRun]) -> None:
 def judge_causes(turn: Mapping[str, CausedRun]) -> None:
     """Print for each training run whether the limit named first is its cause."""
     for cause, run in turn.items():
+        if cause == SHORT_EPOCHS:
+            continue
         limits = run.summary.limits
         expected = "host_starved" if cause == "cores" else FIRST.get(cause, "")
         named = limits[0].kind.value if limits else ""
@@ -142,14 +153,13 @@ def judge_gains(turns: Sequence[Mapping[str, CausedRun]]) -> None:
 
     Gains are medians over the turns.
     """
-    plain = [turn[cause].summary.step_s for turn in turns for cause in PLAIN if cause in turn]
-    if not plain:
-        return
-    plain_s = median(plain)
     intervals: list[tuple[bool, float]] = []  # whether it holds the true gain; its half-width
     for cause in turns[0]:
-        if cause in (*PLAIN, *OTHERWISE):
+        plain = (WITHOUT[cause],) if cause in WITHOUT else PLAIN
+        known = [turn[name].summary.step_s for turn in turns for name in plain if name in turn]
+        if cause in (*PLAIN, SHORT_EPOCHS, *OTHERWISE) or not known:
             continue
+        plain_s = median(known)
         summaries = [turn[cause].summary for turn in turns]
         limits = [each.limits[0] for each in summaries if each.limits]
         step_s = median(each.step_s for each in summaries)
@@ -187,7 +197,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--causes", nargs="*", default=CAUSES, choices=CAUSES)
+    every = (*CAUSES, SHORT_EPOCHS)
+    parser.add_argument("--causes", nargs="*", default=every, choices=every)
     parser.add_argument("--cause", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)

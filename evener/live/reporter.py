@@ -95,6 +95,7 @@ KEEP_SECONDS = 2.0  # seconds between two copies of the record for the launcher
 # seconds between readings of the threads' wait for cores; the last CORE_READINGS are averaged
 CORE_SECONDS = 2.0
 CORE_READINGS = 5
+LAST_CORE_SECONDS = 0.2  # minimum time before the last reading, as the kernel counts in 10 ms
 WATCH_SECONDS = 2.0  # seconds between two checks whether steps end
 WATCHER = "evener-live"  # name of the checking thread
 # time after the last step until the process writes its current activity
@@ -123,18 +124,26 @@ class _Cores:
         self._last: deque[Starvation] = deque(maxlen=CORE_READINGS)
         self._whole_s = self._starved_s = 0.0
 
-    def read(self) -> tuple[float, float]:
-        """Return the fraction of time in which threads waited for cores, recently and in total.
+    def read_last(self) -> None:
+        """Take a last reading as the training ends, because a short one had none."""
+        self._update(LAST_CORE_SECONDS)
 
-        Both are updated at most every CORE_SECONDS.
-        """
+    def _update(self, seconds: float) -> None:
+        """Take another reading if the last one is at least `seconds` ago."""
         now = time.monotonic()
-        if now >= self._read_at + CORE_SECONDS:
+        if now >= self._read_at + seconds:
             self._read_at = now
             seen = self._watch.read()
             self._last.append(seen)
             self._whole_s += seen.wall_s
             self._starved_s += seen.starved_s
+
+    def read(self) -> tuple[float, float]:
+        """Return the fraction of time in which threads waited for cores, recently and in total.
+
+        Both are updated at most every CORE_SECONDS.
+        """
+        self._update(CORE_SECONDS)
         wall_s = sum(each.wall_s for each in self._last)
         starved_s = sum(each.starved_s for each in self._last)
         lately = starved_s / wall_s if wall_s else 0.0
@@ -293,6 +302,8 @@ class Reporter:
             return
         call = self._last_call
         self._last_call = None
+        if self._cores is not None:
+            self._cores.read_last()
         with contextlib.suppress(RuntimeError):  # a device may have failed
             record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
             self._note(record)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
+from evener.launch.summary import read_records
 from evener.live import reporter as live
 from evener.live.files import (
     LARGEST_FILE_BYTES,
@@ -42,6 +44,7 @@ from evener.live.files import (
 from evener.live.journal import TrainingJournal
 from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
+from evener.system.taken_cores import Starvation
 from tests.support.waiting import wait_for
 
 
@@ -682,3 +685,20 @@ def test_importing_it_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_short_training_still_tells_that_it_lacked_cores(
+    folder: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "records"
+    kept.mkdir()
+    monkeypatch.setenv("EVENER_RECORDS", str(kept))
+    watch = SimpleNamespace(read=lambda: Starvation(wall_s=1.0, starved_s=0.5))
+    monkeypatch.setattr(live, "CoreWatch", lambda: watch)
+    reporter = Reporter()
+    for _ in range(20):
+        clock.now += 0.05
+        reporter.report(8, devices=["cpu-0-of-1"])
+    reporter.close()
+    (record,) = read_records(kept)
+    assert record.starved_so_far == 0.5

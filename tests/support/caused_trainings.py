@@ -53,6 +53,7 @@ FIRST = {
     "own code": LimitKind.OWN_CODE,
 }
 PLAIN = ("plain", "plain, in two epochs")
+SHORT_EPOCHS = "short epochs"  # as many as of "validation between epochs", without validation
 
 
 def compute(seconds: float) -> None:
@@ -133,8 +134,8 @@ def _loop(cause: str, folder: Path, rank: int, steps: int) -> None:
         compute(0.015 if cause == "collate" else 0.0)
         return default_collate(rows)
 
-    between_epochs = cause == "validation between epochs"
-    epochs = steps // 6 if between_epochs else {"plain, in two epochs": 2}.get(cause, 1)
+    short = cause in ("validation between epochs", SHORT_EPOCHS)
+    epochs = steps // 6 if short else {"plain, in two epochs": 2}.get(cause, 1)
     rows = Rows(steps // epochs * 8, 0.004 if slow else 0.0)
     loader = split.loader(rows, collate_fn=collate)
     held_back = split.loader(Rows(VALIDATION_BATCHES * 8, 0.0), training=False)
@@ -150,7 +151,7 @@ def _loop(cause: str, folder: Path, rank: int, steps: int) -> None:
                 _validate(model, held_back)
             if cause == "logging":
                 compute(0.01)
-        if between_epochs:
+        if cause == "validation between epochs":
             _validate(model, held_back)
     split.reporter.close()
 
