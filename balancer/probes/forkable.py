@@ -32,6 +32,9 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # cores may be busy
 TRIAL_SECONDS = 20.0
 POLL_SECONDS = 0.01
+# names of native threads that a copy doesn't need: jemalloc, which comes with pyarrow, only frees
+# unused memory in its thread, and has none in a forked process
+NOT_NEEDED = ("jemalloc_bg_thd",)
 FRAMES = 4  # call frames between the user's line and a lookup: os.getenv, get, the lookup
 
 
@@ -160,8 +163,16 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of this process's threads, including those that Python doesn't know."""
-    return {path.name for path in Path("/proc/self/task").iterdir()}
+    """Return the ids of this process's threads that a copy would lack.
+
+    They include threads that Python doesn't know.
+    """
+    found = set()
+    for path in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            if (path / "comm").read_text().strip() not in NOT_NEEDED:
+                found.add(path.name)
+    return found
 
 
 def _open_files() -> dict[int, str]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ LEFT = {
     "open(FOLDER + '/closed', 'w').close()": "",
     "os.environ.get('HOME')": "",
 }
+if find_spec("pyarrow") is not None:
+    LEFT["import pyarrow"] = ""  # its jemalloc has a thread, and needs none in a fork
 LEAVES = """
 import fcntl, os, random, signal, subprocess, sys, threading, time
 import numpy, torch
