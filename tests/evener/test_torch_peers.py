@@ -23,12 +23,16 @@ SHORTER = (
 WORDS = (
     "evener: rank 1 ended, and this rank can't go on without it: OSError: No space left on device."
 )
+INTERRUPTED = (
+    "evener: rank 1 ended, and this rank can't go on without it: it was interrupted by Ctrl-C."
+)
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
         ("raises", [WORDS, 1]),
+        ("is interrupted", [INTERRUPTED, 1]),
         ("breaks", [SHORTER.format(0), 1]),
         ("leaves", [SHORTER.format(0), 1]),
         ("works alone", [0]),

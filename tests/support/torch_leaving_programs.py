@@ -116,7 +116,10 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
     assert known is not None
     dist.all_reduce(torch.ones(1))
     if rank:
-        known.note("OSError: No space left on device" if how == "raises" else "")
+        if how == "is interrupted":
+            peers.explain_failure(KeyboardInterrupt())
+        else:
+            known.note("OSError: No space left on device" if how == "raises" else "")
         torch.save(said, folder / "1.pt")
         with suppress(RuntimeError):  # the store ends with the first rank
             dist.distributed_c10d._get_default_store().wait(["over"])
@@ -134,7 +137,8 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
     if how == "works alone":
         time.sleep(1)
         leave(0)
-    known._wait_for_gpu = lambda: MagicMock(is_alive=lambda: how == "raises")  # type: ignore[method-assign]
+    hangs = how in ("raises", "is interrupted")
+    known._wait_for_gpu = lambda: MagicMock(is_alive=lambda: hangs)  # type: ignore[method-assign]
     if how == "leaves":
         vars(peers)["is_leaving"] = lambda: True
     if how in ("breaks", "leaves"):

@@ -38,6 +38,7 @@ _LOST_SIGNS = (
     "Broken pipe",
     "NCCL",
 )  # texts in error messages about lost ranks
+INTERRUPTED = "it was interrupted by Ctrl-C"
 _kept_groups: list[Any] = []  # references to process groups, held until the interpreter exits
 
 
@@ -329,7 +330,7 @@ def explain_failure(error: BaseException) -> None:
     if advice:
         say(f"evener: {advice}")
     watcher = PeerWatcher.newest
-    if watcher is None or not isinstance(error, Exception):
+    if watcher is None or not isinstance(error, Exception | KeyboardInterrupt):
         return
     if any(map(_is_lost, _chain(error))):
         say(f"evener: {watcher.explain()}")
@@ -339,6 +340,8 @@ def explain_failure(error: BaseException) -> None:
 
 def describe_error(error: BaseException | None) -> str:
     """Return an error as one line of text, or "" for None and for sys.exit()."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
 
