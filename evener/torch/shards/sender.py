@@ -62,29 +62,43 @@ class GradientSender:
         ranges: Sequence[tuple[int, int]],
         dtype: torch.dtype,
     ) -> None:
-        rank, self._start = place.rank, ranges[place.rank][0]
+        self._rank, self._start = place.rank, ranges[place.rank][0]
+        self._weight = 1.0
         pieces = [_divide(segments, start, stop) for start, stop in ranges]
         sizes = [_round_up(each[-1].byte + _byte_count(each[-1])) for each in pieces]
-        others = [other for other in range(len(ranges)) if other != rank]
-        self._sizes = [0 if other == rank else size for other, size in enumerate(sizes)]
-        self._returned = [0 if other == rank else sizes[rank] for other in range(len(ranges))]
-        self._sent = torch.empty(sum(sizes), dtype=torch.uint8, device=place.device)
-        self._received = self._sent.new_empty(len(others) * sizes[rank])
+        others = [rank for rank in range(len(ranges)) if rank != self._rank]
+        self._allocate(sizes, others, place.device)
+        parts = self._split_by_ranks(sizes, others)
+        self._targets = {slot: _find_targets(slot, pieces, parts) for slot in slots}
+        self._headers = [_weight_of(parts[rank], dtype) for rank in others]
+        arrived = self._received.split(sizes[self._rank])
+        own = pieces[self._rank]
+        self._own = [(piece, piece.find_in(parts[self._rank])) for piece in own]
+        self._theirs = [
+            [(piece.find_in(part), _weight_of(part, dtype)) for part in arrived] for piece in own
+        ]
+        self.free()
+
+    def _allocate(self, sizes: Sequence[int], others: Sequence[int], device: Any) -> None:
+        """Allocate the tensors that are sent and received; `sizes` are each rank's bytes."""
+        own = sizes[self._rank]
+        self._sizes = [size if rank in others else 0 for rank, size in enumerate(sizes)]
+        self._returned = [own if rank in others else 0 for rank in range(len(sizes))]
+        self._sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._received = self._sent.new_empty(len(others) * own)
         self._for_others = self._sent[: sum(self._sizes)]
         self.taken_bytes, self.received_bytes = len(self._sent), len(self._received)
-        # other ranks' parts in the order of ranks, and then this rank's own, which isn't sent
-        order = [*others, rank]
-        parts = dict(zip(order, self._sent.split([sizes[each] for each in order]), strict=True))
-        self._targets = {slot: _find_targets(slot, pieces, parts) for slot in slots}
-        self._headers = [_weight_of(parts[other], dtype) for other in others]
-        arrived = self._received.split(sizes[rank]) if others else ()
-        self._own = [(piece, piece.find_in(parts[rank])) for piece in pieces[rank]]
-        self._theirs = [
-            (piece, [(piece.find_in(part), _weight_of(part, dtype)) for part in arrived])
-            for piece in pieces[rank]
-        ]
-        self._weight = 1.0
-        self.free()
+
+    def _split_by_ranks(
+        self, sizes: Sequence[int], others: Sequence[int]
+    ) -> dict[int, torch.Tensor]:
+        """Return the part of each rank in the tensor that is sent.
+
+        Those of the `others` come first, in the order of ranks. This rank's own isn't sent.
+        """
+        order = [*others, self._rank]
+        parts = self._sent.split([sizes[rank] for rank in order])
+        return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float) -> None:
         """Take the gradients of the whole parameters, which are 0 if they are None.
@@ -132,7 +146,7 @@ class GradientSender:
 
         Call this after the work of `send` is done. The memory of the gradients is freed.
         """
-        for (piece, own), (_, theirs) in zip(self._own, self._theirs, strict=True):
+        for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
             part.copy_(own)
             if self._weight != 1.0:

@@ -76,8 +76,7 @@ class Sharded:
         ]
         self.root, self.units = made[0], made[1:]
         if not keeps:
-            for flat in (flat for unit in made for flat in unit.trained):
-                flat.send_as_computed()
+            self._send_as_computed()
         self.slots = [slot for unit in made for slot in unit.slots]
         self.pieces = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         # trained parameters that each rank holds whole, such as adapters
@@ -121,6 +120,11 @@ class Sharded:
         It is called on a rank that holds state but has no rows.
         """
         self._follower = Follower(self.root, self.units, self.place.device)
+
+    def _send_as_computed(self) -> None:
+        for unit in [self.root, *self.units]:
+            for flat in unit.trained:
+                flat.send_as_computed()
 
     def _hook(self) -> None:
         own = weakref.proxy(self)
