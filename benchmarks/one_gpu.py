@@ -137,7 +137,8 @@ class Lines(msgspec.Struct, frozen=True):
     text: tuple[str, ...]
     file: str
     number: int
-    modules: tuple[str, ...] = ()  # as "model.module.decode", in place of "model.decode"
+    # names such as "model.module.decode", in place of "model.decode", and their lines
+    modules: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def try_lines(run: Run, lines: Lines, words: list[str]) -> str:
@@ -240,7 +241,8 @@ class Run:
         if not found:
             return Lines((), "", 0)
         text = tuple(re.sub(r"^(\[rank \d+\] )?    ", "", line) for line in found[3].splitlines())
-        modules = re.findall(r"(\S+\.module\.\w+) in line", found[0])
+        named = re.findall(r"(\S+\.module\.\w+) in lines? (\d+(?:, \d+)*)", found[0])
+        modules = ((name, tuple(map(int, numbers.split(", ")))) for name, numbers in named)
         return Lines(text, found[2], int(found[1]), tuple(modules))
 
 
@@ -252,10 +254,11 @@ def find_file(name: str, folder: Path, copy: Path) -> Path:
 
 def paste(path: Path, lines: Lines) -> None:
     """Insert lines into a file, with the indentation of the line there."""
-    text = path.read_text()
-    for each in lines.modules:
-        text = re.sub(rf"\b{re.escape(each.replace('.module', ''))}\b", each, text)
-    source = text.splitlines()
+    source = path.read_text().splitlines()
+    for name, numbers in lines.modules:
+        short = re.escape(name.replace(".module", ""))
+        for number in numbers:
+            source[number - 1] = re.sub(rf"\b{short}\b", name, source[number - 1])
     place = source[lines.number - 1]
     indent = place[: len(place) - len(place.lstrip())]
     source[lines.number - 1 : lines.number - 1] = [indent + each for each in lines.text]

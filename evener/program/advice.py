@@ -251,7 +251,7 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Iterable[str], in
     variable of the same name is taken for the same model unless it is assigned there.
     """
     every = set(models)
-    found: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
         nodes = list(_walk_scope(scope))
@@ -263,9 +263,16 @@ def _describe_methods(frame: FrameType, body: ast.AST, models: Iterable[str], in
                 continue
             model = ast.unparse(each.value)
             if model in names and not _is_in_wrapper(each.attr):
-                found.setdefault(f"{model}.module.{each.attr}", each.lineno)
-    words = [f"{name} in line {line}" for name, line in found.items()]
+                found.setdefault(f"{model}.module.{each.attr}", []).append(each.lineno)
+    words = [f"{name} in {_name_lines(lines)}" for name, lines in found.items()]
     return f", and write {', '.join(words)}" if words else ""
+
+
+def _name_lines(numbers: Iterable[int]) -> str:
+    """Return line numbers as text, such as "line 3" or "lines 3, 7"."""
+    every = sorted(set(numbers))
+    text = ", ".join(map(str, every))
+    return f"lines {text}" if len(every) > 1 else f"line {text}"
 
 
 def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:

@@ -96,10 +96,13 @@ def test_a_model_that_is_also_in_a_list_is_wrapped_there(tmp_path: Path) -> None
 def test_methods_that_a_wrapped_model_lacks_are_named_with_their_line(tmp_path: Path) -> None:
     """What runs before the model is wrapped stays as it is."""
     text = HEAD + "print(net.bias)\n" + OTHER_FUNCTIONS + TWO_OPTIMIZERS
-    text += "print(net.in_features, net.weight, net.state_dict())\n"
+    text += "print(net.in_features, net.weight, net.state_dict())\nprint(net.weight)\n"
     first, *_ = list_lines(tmp_path, text)
-    line, shown = len(text.splitlines()), text.splitlines().index("    print(net.out_features)") + 1
-    used = f"net.module.in_features in line {line}, net.module.weight in line {line}"
+    line, shown = (
+        len(text.splitlines()) - 1,
+        text.splitlines().index("    print(net.out_features)") + 1,
+    )
+    used = f"net.module.in_features in line {line}, net.module.weight in lines {line}, {line + 1}"
     assert first.endswith(f", and write {used}, net.module.out_features in line {shown}:")
 
 
