@@ -27,16 +27,31 @@ def time_waits(timer: Any) -> None:
     _timers.add(timer)
     _watch(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):
-        _watch(torch.cuda.Stream, name)
+        _watch(torch.cuda.Stream, name, _is_current)
 
 
-def _watch(kind: Any, name: str) -> None:
+def _is_current(stream: Any) -> bool:
+    """True if a stream is the current one, which computes.
+
+    FSDP's streams wait for it, too, before they communicate. That is no wait of the computation,
+    and each mark of a wait takes microseconds.
+    """
+    return bool(stream == torch.cuda.current_stream(stream.device))
+
+
+def _watch(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
+    """Replace a class's method, so that timers know when it waits.
+
+    `counts` says whether a call for an object is such a wait; by default each one is.
+    """
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):
         return
 
     @wraps(original)
     def wait(*arguments: Any, **keywords: Any) -> Any:
+        if counts is not None and not counts(arguments[0]):
+            return original(*arguments, **keywords)
         entered = [each for each in _timers if each.begin_wait()]
         try:
             return original(*arguments, **keywords)
