@@ -51,10 +51,10 @@ _SERIALS = itertools.count(1)
 
 @dataclass
 class SessionReported(Message):
-    """The message that a session, or a replay of one, has reported an event.
+    """Posted when a live or replayed session reports an event.
 
-    `source` is the number of the SessionThread, because a session that was replaced
-    may still report.
+    `source` is the number of its SessionThread, so that late events of an earlier session can be
+    recognized.
     """
 
     source: int

@@ -165,7 +165,8 @@ def find(name: str, framework: str = "") -> Entry:
 
     Raises RequestError for an unknown name; its message lists known names, the closest matches
     first. The user's own code is not run, because it may import a framework, and commands never
-    import frameworks in their own process. A file is only parsed to find the attribute.
+    import frameworks in their own process. If the name refers to an attribute of a Python file,
+    such as train.py:build, that file is parsed, but not imported.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(

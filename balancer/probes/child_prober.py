@@ -548,8 +548,8 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
     `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
-    The workload's digest is taken from the first child and then kept. It is the model's own digest
-    if the child reports one, so that a training script can compare it with its model's.
+    The workload's digest is taken from the first child and then kept. If that child reports a
+    digest of its model, that one is used, so that a training script can check its own model.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

@@ -191,7 +191,7 @@ UNEQUAL_RATIO = 1.25
 def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalDevices | None:
-    """Return the two equal devices, alike in product and limit, whose speeds alone differ most.
+    """Return the two devices of the same product and limit whose solo speeds differ most.
 
     Speeds are compared at the same batch. Return None if no two differ by at least 25 %.
     """

@@ -147,7 +147,7 @@ PLANS: dict[LayoutKind, str] = {
 def _write_reason(verdict: Verdict, reason: str) -> str:
     """Return why the user should measure again, as a clause.
 
-    `reason` is the code of a doubt, "uncompared" or "uncertain".
+    `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts.
     """
     value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
     if reason == "disturbed":

@@ -166,10 +166,10 @@ class RowPolicy:
     def _most_efficient(self) -> list[Allocation]:
         """Return the splits with the highest predicted samples/s per cost, the best first.
 
-        A cost is, for example, the power in watts. Each device has two for the objective: one while
-        it computes, and one while it is idle. Only splits over fewer than all devices count that
-        are at most `max_slowdown` slower than the fastest layout. Return an empty list before any
-        cost is known.
+        A cost is, for example, the power in watts. Each device has two costs: one while it
+        computes, and one while it is idle. A split must leave out at least one device, and may be
+        at most `max_slowdown` slower than the fastest layout. Return an empty list before any cost
+        is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)

@@ -1,8 +1,8 @@
-"""Sparse gradients, such as that of an embedding table of which a batch uses only some rows.
+"""Sparse gradients, such as the gradient of an embedding table if a batch uses few of its rows.
 
 Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
-several times would change what is learned. Therefore passes and processes concatenate their slices,
-as one device would do, and leave their sums to the optimizer.
+several times would change what is learned. Therefore the slices of different passes and processes
+are concatenated, as on a single device, and only the optimizer sums them.
 """
 
 from __future__ import annotations

@@ -175,9 +175,9 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's rows of x, with their number without filler rows.
+        """Return each device's rows of x, and how many of them are real rows, not filler.
 
-        They are cut on the host, so that only a device's own rows are sent to it. `assigned`
+        The rows are cut on the host, so that only a device's own rows are sent to it. `assigned`
         describes the division if rows are assigned by length.
         """
         if assigned is not None:

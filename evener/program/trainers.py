@@ -1,4 +1,4 @@
-"""Make a Trainer of transformers, or of a subclass, train by shares.
+"""Make a Trainer of transformers, or of a class derived from it, train by shares.
 
 When the program calls `Trainer.train`, a second Trainer trains in place of the program's Trainer.
 It has the same attributes, and divides batches by shares. For `evener run --balance`, the program

@@ -66,7 +66,7 @@ class TickWindow(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The number of ticks that are shown, up to and including the newest tick."""
+        """How many of the newest ticks the graph shows."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot

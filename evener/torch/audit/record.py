@@ -593,7 +593,10 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def may_count(rows: int, number: float) -> bool:
-    """True if a number is a multiple of the number of rows, or the inverse of one."""
+    """True if `number` may have been computed from the number of rows, `rows`.
+
+    It is then `k * rows` or `1 / (k * rows)` for an integer `k`.
+    """
     return bool(_scale(MULTIPLES, rows, 2 * rows, number) != number)
 
 

@@ -234,10 +234,11 @@ def _report(sketcher: GradientSketcher, computations: Computations, reference: S
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare the losses of the reference and the trained computation, instead of their gradients.
+    """Compare the loss of the reference with that of the training step, instead of their gradients.
 
-    Return the difference and its likeliest cause, or None if there is no difference. Each piece is
-    computed only once, so rounding isn't measured.
+    Return the difference and its likeliest cause, or None if there is no difference. Everything is
+    computed only once, so the rounding error isn't measured: a fixed multiple of the dtype's
+    precision is allowed.
     """
     with sketcher.open():
         reference = [sketcher.sketch([each]) for each in computations.reference]
