@@ -473,8 +473,9 @@ class Guard(Recorder):
         """
         if not self._collated and self._few is not None:
             few = self._few()
-            count = 0 if few is None else len([x for x in tensors_in(unfold(few.whole)) if x.ndim])
-            self._collated = [few if count == len(self.batch) else None]
+            batches = [] if few is None else [few.whole, *few.parts]
+            is_alike = all(_count_tensors(each) == len(self.batch) for each in batches)
+            self._collated = [few if is_alike else None]
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
@@ -496,6 +497,10 @@ def _are_near(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool(
         torch.allclose(one, other, rtol=0, atol=ROUNDING * largest)
     )
+
+
+def _count_tensors(batch: Any) -> int:
+    return len([each for each in tensors_in(unfold(batch)) if each.ndim])
 
 
 def _describe_error(error: Exception) -> str:

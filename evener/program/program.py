@@ -758,6 +758,9 @@ class Program:
 
         `guard` is the closed guard of the latest batch; None if there was none.
         """
+        sampler = loop.sampler
+        if sampler is not None and sampler.global_batch == dist.get_world_size():
+            return views.SINGLE
         faults = [views.find_fault(each) for each in self.models if each.training]
         faults += [loop.shared_batches.fault, self._fault, self.exchanges.fault]
         if guard is not None:
@@ -765,10 +768,7 @@ class Program:
             faults.append(views.DIVIDED if guard.divides_sums else "")
             if guard.are_sums and self.notebook.settings.noise:
                 faults.append(views.NO_NOISE)
-        if loop.sampler is None:
-            faults.append(views.NO_SAMPLER)
-        elif loop.sampler.global_batch == dist.get_world_size():
-            faults.append(views.SINGLE)
+        faults.append(views.NO_SAMPLER if sampler is None else "")
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:

@@ -232,7 +232,8 @@ def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch
     assert not guard.measured
 
 
-def test_rows_that_are_tensors_of_their_own_are_not_compared() -> None:
+@pytest.mark.parametrize("drawn", [4, 6])
+def test_rows_that_are_tensors_of_their_own_are_not_compared(drawn: int) -> None:
     """A list of pictures has as many tensors as rows, so fewer rows have fewer of them."""
     rows = [(torch.randn(3, 4), torch.ones(())) for _ in range(6)]
 
@@ -240,7 +241,7 @@ def test_rows_that_are_tensors_of_their_own_are_not_compared() -> None:
         return tuple(zip(*items, strict=True))
 
     batch, model = collate(rows[:4]), nn.Linear(4, 1)
-    guard = Guard([model], batch, lambda: fetch_rows(rows, collate, range(6)), rows=4)
+    guard = Guard([model], batch, lambda: fetch_rows(rows, collate, range(drawn)), rows=4)
     model(torch.stack(batch[0])).mean().backward()
     guard.close()
     assert "a row for each sample" in guard.fault

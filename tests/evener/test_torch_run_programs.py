@@ -79,6 +79,7 @@ OTHER = [
     ("other", "variances of two tasks", "what isn't in a DistributedDataParallel"),
     ("other", "local steps", "gradients that they haven't exchanged"),
     ("unlike", "a loader without an end", "EndlessLoader, makes its batches by an iteration of"),
+    ("unlike", "whole batches as items", "takes one item of its data set at a time"),
     ("unlike", "rows split on each rank", "different rows under the same numbers"),
     ("unlike", "two loaders zipped", "take rows of several loaders"),
     ("unlike", "padding read last", "rows padded to the longest beside them"),

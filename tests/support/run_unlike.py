@@ -419,3 +419,27 @@ def rows_split_on_each_rank() -> Any:
     drawn = torch.Generator().manual_seed(dist.get_rank())
     data, _ = torch.utils.data.random_split(points(), [40, 10], generator=drawn)
     return fit(ddp(), mean, load(data))
+
+
+@program
+def whole_batches_as_items() -> Any:
+    """Each item of the data set is a batch, and gradients are averaged again, as kohya does."""
+    rows = points(48).tensors
+
+    class Batches(Dataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, number: int) -> Any:
+            return [each[4 * number : 4 * number + 4] for each in rows]
+
+    model, optimizer = start()
+    loader = load(Batches(), batch_size=1, collate_fn=lambda items: items[0])
+    for x, classes, _ in epochs(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+            each.grad /= dist.get_world_size()
+        optimizer.step()
+    return model
