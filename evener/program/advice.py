@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -55,13 +55,7 @@ def advise(optimizer: Any, loader: Any) -> str:
         *map(_wrap_model, models),
         *_share_rows(name, loader),
     ]
-    place, methods = "before its loop", ""
-    body = None if frame is None else _parse_file(frame)
-    if frame is not None and body is not None:
-        line = _find_place(frame, body, name)
-        if line:
-            place = f"before line {line} of {Path(frame.f_code.co_filename).name}"
-        methods = _describe_methods(frame, body, chain.from_iterable(models), line)
+    place, methods = _describe_changes(frame, name, set(chain.from_iterable(models)))
     first = ", the first one at its top" if on_gpu else ""
     rows = (
         "Its rows come from no DataLoader, so make a data set of them. " if loader is None else ""
@@ -69,6 +63,21 @@ def advise(optimizer: Any, loader: Any) -> str:
     return f"{rows}To train on all of them, add {place}{first}{methods}:" + "".join(
         f"\n    {each}" for each in lines
     )
+
+
+def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
+    """Return where to insert the lines, and which of the models' own methods to write otherwise.
+
+    `loader` and `models` are the script's names for its loader and its models. The frame is None if
+    it isn't known; then, or if its file can't be parsed, the place has no line number.
+    """
+    body = None if frame is None else _parse_file(frame)
+    if frame is None or body is None:
+        return "before its loop", ""
+    line = _find_place(frame, body, loader)
+    methods = _describe_methods(frame, body, models, line)
+    file = Path(frame.f_code.co_filename).name
+    return f"before line {line} of {file}" if line else "before its loop", methods
 
 
 def _wrap_model(names: Sequence[str]) -> str:
@@ -243,29 +252,37 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
     return _find_iterator(body, loader, first, loop) or loop
 
 
-def _describe_methods(frame: FrameType, body: ast.AST, models: Iterable[str], inserted: int) -> str:
+def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
     """Return which of the models' own methods and attributes a script uses, and what to write.
 
     DistributedDataParallel has them in its attribute `module`. `body` is the frame's parsed file.
     In the frame's own function, only uses after the line `inserted` count. In other functions, a
     variable of the same name is taken for the same model unless it is assigned there.
     """
-    every = set(models)
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
         nodes = list(_walk_scope(scope))
         is_own = getattr(scope, "name", "<module>") == frame.f_code.co_name
         assigned = {ast.unparse(each) for each in nodes if _is_assigned(each)}
-        names = every if is_own else every - assigned
-        for each in nodes:
-            if not isinstance(each, ast.Attribute) or (is_own and each.lineno < inserted):
-                continue
-            model = ast.unparse(each.value)
-            if model in names and not _is_in_wrapper(each.attr):
-                found.setdefault(f"{model}.module.{each.attr}", []).append(each.lineno)
+        names = models if is_own else models - assigned
+        for name, line in _find_methods(nodes, names):
+            if not is_own or line >= inserted:
+                found.setdefault(name, []).append(line)
     words = [f"{name} in {_name_lines(lines)}" for name, lines in found.items()]
     return f", and write {', '.join(words)}" if words else ""
+
+
+def _find_methods(nodes: Iterable[ast.AST], models: Set[str]) -> Iterator[tuple[str, int]]:
+    """Yield each use of a model's own method or attribute, and its line.
+
+    `nodes` is parsed code. A use is named as it has to be written, such as "model.module.decode".
+    """
+    for each in nodes:
+        if isinstance(each, ast.Attribute) and not _is_in_wrapper(each.attr):
+            model = ast.unparse(each.value)
+            if model in models:
+                yield f"{model}.module.{each.attr}", each.lineno
 
 
 def _name_lines(numbers: Iterable[int]) -> str:

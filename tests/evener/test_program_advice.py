@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ skip_without("torch")
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
+from evener.program import learners  # noqa: E402
 from evener.program.advice import advise  # noqa: E402
 
 HEAD = """
@@ -121,3 +124,21 @@ def test_the_loader_has_the_script_s_name_and_its_own_if_the_script_gave_none() 
     without = advise(optimizer, unset)
     assert "    loader = torch.utils.data.DataLoader(dataset, " in without
     assert "come from no DataLoader" in without
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_learner_that_trains_alone_gathers_nothing_and_gets_advice(
+    is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fastai gathers figures wherever WORLD_SIZE is set, which fails without a process group."""
+    said: list[str] = []
+    program = SimpleNamespace(is_single_rank=is_alone, report_single_device=said.append)
+    monkeypatch.setattr(learners, "PROGRAM", program)
+
+    def gather_or_fit(*given: Any, **_: Any) -> str:
+        return f"{given} of all ranks"
+
+    gathered = learners.gather(gather_or_fit, None, (1,), {})
+    assert gathered == (1 if is_alone else "(1,) of all ranks")
+    assert learners.fit(gather_or_fit, None, (2,), {}) == "(2,) of all ranks"
+    assert [each.count("learn.distrib_ctx()") for each in said] == [1] * is_alone
