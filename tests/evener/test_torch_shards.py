@@ -193,6 +193,7 @@ def test_one_rank_trains_on_from_it(trained: list[Any], folder: Path, tmp_path: 
         assert split.load(source, model, update)["loop"]
         split.save(tmp_path, model, update, {"loop": split.state_dict()})
         made.append((split.model_state(model), split.optimizer_state(update)))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3, "weights, buffers, optimizer"
     weights, _ = programs.reference(programs.SAVED, 8)
     for own in made:
         for name, mine in finish_alone(*own).items():

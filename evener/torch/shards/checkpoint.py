@@ -39,6 +39,7 @@ from .whole_model import WholeModel, is_alone
 INDEX = "model.safetensors.index.json"  # transformers' own file name
 ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers ignores it
 WHOLE = "model.safetensors"  # a model in a single file
+FILE_BYTES = 1 << 30  # approximate size of a file with unsharded tensors
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
 _FOREIGN: dict[str, Any] = {
@@ -130,7 +131,7 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
     """Yield dicts of whole parameters by name, in host memory, one dict for each flat.
 
-    The last dict has the unsharded parameters. The dicts are empty on ranks other than 0. If
+    The last dicts have the unsharded parameters. The dicts are empty on ranks other than 0. If
     `wanted` isn't empty, flats that contain none of these names are skipped, and so are
     unsharded parameters with other names.
     """
@@ -138,14 +139,22 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
             yield _whole(flat, flat.shard)
     slots = [slot for slot in _whole_slots(sharded) if not wanted or slot.names[0] in wanted]
-    yield _on_host(sharded, {slot.names[0]: slot.piece for slot in slots})
+    yield from _on_host(sharded, {slot.names[0]: slot.piece for slot in slots})
 
 
-def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return copies of tensors in host memory on rank 0, and an empty dict on other ranks."""
+def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+    """Yield dicts of copies in host memory, of FILE_BYTES or a little more; on rank 0 alone."""
     if sharded.place.rank:
-        return {}
-    return {name: each.detach().cpu().clone() for name, each in tensors.items()}
+        return
+    copied, size = Tensors(), 0
+    for name, each in tensors.items():
+        copied[name] = each.detach().cpu().clone()
+        size += each.nbytes
+        if size >= FILE_BYTES:
+            yield copied
+            copied, size = Tensors(), 0
+    if copied:
+        yield copied
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -180,14 +189,16 @@ def _buffers(model: Any) -> Tensors:
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
     """Yield dicts of the optimizer's whole state, one dict for each flat and kind of state.
 
-    The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out.
+    The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out. The
+    last dicts have the state of unsharded parameters.
     """
     for flat in _flats(sharded):
         yield from _states_of(flat, optimizer)
+    whole = Tensors()
     for slot in _whole_slots(sharded):
         state = optimizer.state.get(slot.piece, {})
-        kinds = _shard_kinds(state)
-        yield _on_host(sharded, {f"{slot.names[0]}/{kind}": state[kind] for kind in kinds})
+        whole |= {f"{slot.names[0]}/{kind}": state[kind] for kind in _shard_kinds(state)}
+    yield from _on_host(sharded, whole)
 
 
 def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
