@@ -105,6 +105,22 @@ def a_planned_trainer() -> Any:
     )
 
 
+def count_forward_passes(checkpoints: bool) -> int:
+    """Return how often a layer computes forward in a probe's step of one pass."""
+    program = programs.Program(rows=32, arguments={"gradient_checkpointing": checkpoints})
+    trainer = programs.Trainer(
+        args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program)
+    )
+    calls: list[Any] = []
+    layer = trainer.model.model.layers[0].self_attn
+    layer.register_forward_pre_hook(lambda *_: calls.append(None))
+    workload = TorchWorkload(CPU, lambda: cast(Recipe, find_recipe("train.py:build", trainer)))
+    workload.prepare((8,), ())
+    calls.clear()
+    workload.step()
+    return len(calls)
+
+
 def list_prefetches() -> list[int | None]:
     """Return how many batches are prefetched with and without loader processes."""
     busy = a_trainer()
@@ -138,6 +154,7 @@ def probe_all(folder: Path, rank: int) -> None:
         "module": probe(a_module()),
         "turns": list_turns(a_trainer, step_probe),
         "trained turns": list_turns(a_planned_trainer, lambda trainer: trainer.train()),
+        "forward passes": [count_forward_passes(each) for each in (False, True)],
         "prefetches": list_prefetches(),
         "lengths": count_lengths(),
         "no data": refuse(lightning_programs.Module(manual=False)),
@@ -161,6 +178,7 @@ def test_its_own_steps_are_measured_or_it_is_refused(
     assert found["turns"] == found["trained turns"][-len(found["turns"]) :], (
         "as a training by a plan"
     )
+    assert found["forward passes"] == [1, 2], "with activation checkpointing, twice"
     assert found["prefetches"] == [0, 0, None], (
         "rows that a trainer fetches between steps are fetched there"
     )

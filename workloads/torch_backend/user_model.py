@@ -244,10 +244,35 @@ class TrainerSteps:
             )
 
 
+def _enable_checkpointing(trainer: Any) -> None:
+    """Enable activation checkpointing in the Trainer's model if the Trainer's arguments want it.
+
+    A probe takes steps without calling `train`. transformers 5 has new names for the arguments and
+    for the model's method; older versions and some models only have the old names.
+    """
+    arguments, model = trainer.args, trainer.model
+    if not getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing):
+        return
+    options = getattr(arguments, "activation_checkpointing_kwargs", None)
+    options = dict(options or arguments.gradient_checkpointing_kwargs or {})
+    if not hasattr(arguments, "activation_checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None)
+        return
+    # these two are no options of torch.utils.checkpoint
+    chosen = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=options or None, **chosen
+        )
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **chosen)
+
+
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
     from evener.huggingface.shards import find_autocast, keep_no_casts
 
+    _enable_checkpointing(trainer)
     optimizer = trainer.create_optimizer()
     compute = TrainerSteps(trainer, optimizer).compute
     rows, collate, _ = training_rows(trainer, trainer.get_train_dataloader)
