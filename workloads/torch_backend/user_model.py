@@ -247,17 +247,18 @@ class TrainerSteps:
 def _enable_checkpointing(trainer: Any) -> None:
     """Enable activation checkpointing in the Trainer's model if the Trainer's arguments want it.
 
-    A probe takes steps without calling `train`. transformers 5 has new names for the arguments and
-    for the model's method; older versions and some models only have the old names.
+    The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
+    have new names for the arguments and for the model's method.
     """
     arguments, model = trainer.args, trainer.model
-    if not getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing):
-        return
-    options = getattr(arguments, "activation_checkpointing_kwargs", None)
-    options = dict(options or arguments.gradient_checkpointing_kwargs or {})
     if not hasattr(arguments, "activation_checkpointing"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None)
+        if arguments.gradient_checkpointing:
+            options = arguments.gradient_checkpointing_kwargs
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         return
+    if not arguments.activation_checkpointing:
+        return
+    options = dict(arguments.activation_checkpointing_kwargs or {})
     # these two are no options of torch.utils.checkpoint
     chosen = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     if hasattr(model, "activation_checkpointing_enable"):
