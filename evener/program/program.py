@@ -162,6 +162,7 @@ class Program:
             return wrapped(*arguments, **keywords)
         result = sharded.run_weighted(training, wrapped, arguments, keywords)
         training.timer.note_gradients()
+        training.timer.note_enqueued()
         training.timer.note_backward()
         return result
 

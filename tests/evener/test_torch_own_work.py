@@ -242,16 +242,17 @@ def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     assert step[1:3] == pytest.approx((0.020, 0.008))
 
 
+@pytest.mark.parametrize("note", [StepTimer.note_sent, StepTimer.note_enqueued])
 @pytest.mark.parametrize(("ready", "behind"), [(30, 0.0), (130, 1.0)])
 def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
-    ready: int, behind: float
+    ready: int, behind: float, note: Callable[[StepTimer], None]
 ) -> None:
     """When the sum starts, the GPU has passed events up to 100; when times are read, all."""
     FakeEvent.computed = deque([10, ready, 140, 141])
     timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
     timer.begin(SIZES)
     timer.note_gradients()
-    timer.note_sent()
+    note(timer)
     timer.note_backward()
     timer.finish()
     FakeEvent.past = 200
@@ -261,6 +262,25 @@ def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
         FakeEvent.past = 100
     assert step.behind == behind
     assert math.isnan(step.computing), "that is a CPU's"
+
+
+def test_a_gpu_that_ends_a_sharded_pass_soon_after_its_host_is_not_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It computes the pass's last kernels when the host looks for the first time."""
+    FakeEvent.computed = deque([10, 30, 40, 41])
+    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
+    timer.begin(SIZES)
+    timer.note_gradients()
+    answers = iter([False, False, True])
+    monkeypatch.setattr(own_work, "ENDS_SECONDS", 60.0)
+    monkeypatch.setattr(FakeEvent, "query", lambda _: next(answers))
+    timer.note_enqueued()
+    monkeypatch.undo()
+    timer.note_backward()
+    timer.finish()
+    (step,) = timer.last()
+    assert step.behind == 0.0
 
 
 def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:

@@ -68,6 +68,7 @@ STRIDES = (3, 5, 4, 2, 5, 4)
 # minimum duration and bytes for the time between two steps to count as file time
 LEAST_FILE_SECONDS = 1e-3
 LEAST_FILE_BYTES = 64 << 10
+ENDS_SECONDS = 0.5e-3  # longer than the last kernels of a backward pass take
 Phase = Literal[Doing, "validation", "files", "before the update"]
 OWN: Doing = "own work"
 SUM: Doing = "sum"
@@ -418,6 +419,21 @@ class StepTimer:
             return
         if self._marks and self._marks[-1][0] == SUM:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
+
+    def note_enqueued(self) -> None:
+        """Record whether the GPU is behind its host, which has just enqueued a backward pass.
+
+        This is for a sharded model, whose ranks exchange gradients within the pass. The GPU isn't
+        behind if it ends the pass within ENDS_SECONDS, so it was waiting for the host to launch the
+        pass's kernels. Only the batches whose CPU times are measured are examined, because the host
+        waits here.
+        """
+        if self._cpu is None or self._on_host:
+            return
+        ends = time.perf_counter() + ENDS_SECONDS
+        self.note_sent()
+        while self._behind == 1.0 and time.perf_counter() < ends:
+            self.note_sent()
 
     def note_backward(self) -> None:
         """End the phase of waiting for other ranks, because the backward pass has ended."""
