@@ -175,7 +175,7 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack, the smallest pack of all modes first.
+        """Return a probe of a larger pack, in the mode whose next pack has the fewest trainings.
 
         Return an empty tuple if no pack is worth measuring, or if afterwards the budget wouldn't
         suffice for one turn of every candidate.
@@ -279,7 +279,7 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The minimum duration of a turn of every candidate and of the winner's knobs, in seconds.
+        """The seconds that it takes at least to measure every candidate and each knob once more.
 
         A larger pack is measured only if this time remains afterwards.
         """
@@ -288,7 +288,7 @@ class Race:
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The minimum duration of one turn of the winner with each knob, in seconds."""
+        """The seconds that it takes at least to measure the winner once with each knob."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 

@@ -61,11 +61,11 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return the gain to expect from being able to choose the layout instead of the other one.
+        """Return how much can be gained by choosing whichever of the two layouts is really faster.
 
-        It is E[max(0, d)], where d is the true relative difference, so it is never negative. With
-        `more_turns`, it is the gain that could still be expected after that many further turns with
-        the same mean.
+        The gain is relative to always choosing the other layout. It is E[max(0, d)], where d is the
+        true relative difference, so it is never negative. With `more_turns`, it is the gain that
+        could still be expected after that many further turns with the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error

@@ -39,18 +39,18 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return why no device can train although some are usable.
+        """Return None: if rows all have the same size and one of them fits, every row fits.
 
-        Always return None, because all rows have the same size: if one fits, every row fits.
+        Other policies return the reason why no device can train although some are usable.
         """
         return None
 
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Splits are. A single device isn't if every layout must use all devices, or if the batch is
-        free and the device computes it in several passes: a smaller batch in fewer passes would
-        give the same samples/s.
+        Every split is sensible. A single device isn't if every layout must use all devices. It
+        isn't either if it computes a free batch in several passes, because a smaller batch in fewer
+        passes would give the same samples/s.
         """
         if layout.traits.together:
             return True
@@ -59,10 +59,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time, in seconds, that a device would take for its share alone.
+        """Return the time of the slowest device for its share if each device ran alone, in seconds.
 
-        A layout's step takes longer than that because its devices work together. Return None if
-        none of the devices ran alone.
+        A step of the layout takes longer than that because its devices work together. Return None
+        if none of the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -104,8 +104,9 @@ class RowPolicy:
     def singles(self) -> list[Layout]:
         """Return the best solo layout; empty if there is none.
 
-        If the global batch is fixed, the layout may have several passes, and the same layout in one
-        pass follows if it also fits. If the batch is free, the layout has the device's best batch.
+        If the global batch is fixed, that layout may compute it in several passes. If the batch
+        also fits in one pass, a second layout does that. If the batch is free, the layout has the
+        device's best batch.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -263,8 +264,9 @@ class RowPolicy:
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
         """Return predicted splits that should be preferred to `chosen`.
 
-        They should be within the tolerance of the fastest with another, usually smaller batch, or
-        be clearly faster than `chosen`. Only splits that certainly fit are returned.
+        Such a split should either have a smaller batch and still be within the tolerance of the
+        fastest layout, or be clearly faster than `chosen`. Only splits that certainly fit are
+        returned.
         """
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
@@ -277,11 +279,11 @@ class RowPolicy:
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
         """Yield the splits with the smallest batches that should lie within the tolerance.
 
-        They are predicted for the fractions `PARTS` of the tolerance. The split for the next
-        fraction is yielded only if the one before was measured and is too slow. A measured split
-        with no larger batch takes the place of a prediction if it is fast enough. So does a split
-        of any batch that is fast enough according to a check: of many batches near the edge of the
-        tolerance, one would seem fast enough by chance.
+        The first is predicted to use up the whole tolerance, the second half of it (`PARTS`). The
+        second is yielded only if the first was measured and is too slow. Instead of a predicted
+        split, a measured one is yielded if it is fast enough and its batch is no larger. Its batch
+        may be larger only if a check has confirmed that it is fast enough: of many batches near the
+        edge of the tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -306,9 +308,9 @@ class RowPolicy:
     ) -> Layout | None:
         """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        `turns` are the measurements of each layout, and `leader` those of the fastest. The batch is
-        at most `most`, unless a check has confirmed the layout. Return None if there is no such
-        layout.
+        `turns` are the measurements of each layout, and `leader` those of the fastest layout.
+        Unless a check has confirmed the layout, its batch is at most `most`. Return None if there
+        is no such layout.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -319,11 +321,11 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the layout in `raced` that is so similar to `layout` that it stands for it.
+        """Return the layout in `raced` that is so similar to `layout` that it can stand for it.
 
-        Their shares differ by at most 2 %, so a measurement of `layout` would show nothing new. Of
-        several such layouts, return the one with the nearest batch; if there is none, return
-        `layout` itself.
+        Their shares differ by at most 2 %, so a measurement of `layout` would show nothing new. If
+        there are several such layouts, return the one with the nearest batch. If there is none,
+        return `layout` itself.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -353,7 +355,7 @@ class RowPolicy:
         A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
         rows as the first of `splits` has per device. Without splits, it gets the smallest of the
         devices' best batches alone. If these rows don't fit, each device gets as many as certainly
-        fit. For a fixed batch that isn't possible if `whole` is True; then return None.
+        fit. A fixed batch may be reduced like that only if `whole` is False; otherwise return None.
         """
         count = len(positions)
         quantum = self.machine.quantum

@@ -115,8 +115,9 @@ class Search:
 def _largest_batch_of(rows: int, problem: Problem) -> int:
     """Return the largest batch with which an epoch of `rows` rows has at least `LEAST_STEPS` steps.
 
-    The batch is a multiple of the quantum. For few rows, it may leave fewer steps: it is at least
-    `SMALL` rows, and one quantum per device, as long as the data has that many rows.
+    The batch is a multiple of the quantum. If the data has few rows, an epoch may have fewer steps,
+    because the batch is at least `SMALL` rows and at least one quantum per device. It never exceeds
+    the data, unless there is less data than one quantum.
     """
     quantum = problem.multiple_of
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)

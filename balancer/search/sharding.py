@@ -115,8 +115,8 @@ class Proposal(msgspec.Struct, frozen=True):
 class Sharding:
     """The search for the fastest sharded training, based on one set of observations.
 
-    These are measurements of single devices with a part of the state, and of whole steps. The
-    problem's budget is only for this search.
+    The observations are measurements of single devices with a part of the state, and of whole
+    steps. The budget in `problem` is only for sharded layouts.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -313,9 +313,9 @@ class Sharding:
     def _may_win(self, wanted: Proposal) -> bool:
         """True if the proposal should be faster than every sharded training that ran.
 
-        The time for gathering units isn't known for it, so the shortest such time of those
-        trainings is assumed. Before any ran, the proposal is compared with a training with rows on
-        all devices, as predicted for both.
+        How long the proposal gathers units isn't known, so the shortest time of the trainings that
+        ran is assumed. Before any training ran, the proposal is compared with a training in which
+        all devices have rows; both times are then predicted without gathering.
         """
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
@@ -329,7 +329,7 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with rows on all devices should be far slower than one without.
+        """True if a layout with rows on all devices should be far slower than one that ran.
 
         It is compared with the measured trainings in which some devices hold state but have no
         rows.
@@ -483,10 +483,11 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the layout of the rows for which the state was divided; None if there are no rows.
+    """Return the sharded layout for a division of the state; None if it leaves no room for rows.
 
-    These rows are the most that fit in one pass. A fixed batch is divided in proportion to them, in
-    as few passes as possible. `needs` predicts the duration of the layout's step.
+    Its rows are those for which the state was divided: the most that fit in one pass. A fixed batch
+    is divided in proportion to them, in as few passes as possible. `needs` predicts the duration of
+    the layout's step.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]
@@ -609,10 +610,11 @@ class StateRoom:
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of the state that each device can hold beside its rows.
+        """Return how much of the whole state each device can hold beside its rows, in bytes.
 
-        They are bytes of the whole state, although some of it, such as gradients, doesn't exist
-        while activations are at their peak. A value is negative if the rows themselves don't fit.
+        Some of the state, such as gradients, doesn't exist while activations are at their peak, so
+        a device can hold more of it than the memory that its rows leave free. A value is negative
+        if the rows themselves don't fit.
         """
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):

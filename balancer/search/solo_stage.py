@@ -201,7 +201,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round so cheap that it may run without an expected gain; empty if none is.
+        """Return a round so cheap that it may run without an expected gain; empty if no round is.
 
         It measures the even share of a fixed batch if that is larger than all batches that ran.
         Otherwise it measures the middle of a gap between two batches, in case the samples/s have a
@@ -343,8 +343,9 @@ class SoloStage:
     def _would_show_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
-        No batch near it has been measured. In addition, it is larger than all batches that ran, or
-        the optimistic curve is clearly faster there than the fitted curve.
+        That is never so if a batch near the share was measured. Otherwise it is so if the share is
+        larger than all batches that ran, or if the optimistic curve is clearly faster at the share
+        than the fitted curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
@@ -473,10 +474,10 @@ def _step_seconds(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the most samples/s that these devices could reach with the batches in `due`.
+    """Return the most samples/s that the devices in `some` could reach with their batches in `due`.
 
-    This assumes that each device's batch takes no longer than its first batch. `some` are the
-    devices to add up.
+    The estimate assumes that these batches take no longer than the first batch that each device
+    ran. Devices that never ran are left out.
     """
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -4,9 +4,9 @@ The first split is the fastest that the solo curves predict. Its step gives the 
 exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
 The stage ends when the predicted split has already been measured, or promises at most 0.2 % more
 samples/s than the layouts that ran. One device alone, while the others are idle, is measured if it
-may be faster than every split. For a fixed batch, the fastest device alone comes before the first
-split if two steps of it take little of the remaining time, because it is compared with the splits
-in any case and needs no new child processes.
+may be faster than every split. For a fixed batch, the fastest device alone is even measured before
+the first split if its two steps take little of the remaining time: the splits are compared with it
+in any case, and it needs no new child processes.
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ class SplitStage:
     def _probe_first_single(self) -> Probe | None:
         """Return a probe of the fastest device alone, if it should precede the first split.
 
-        This is only for a fixed batch. Otherwise a much slower split could be the only result of a
-        short search. Return None if the probe would leave no time for a split that promises more.
+        It may precede it only for a fixed batch. Without this probe, a short search could end with
+        only a split, which may be much slower than the device. Return None if the probe would leave
+        no time for a split that promises more.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -180,11 +181,11 @@ class SplitStage:
     def _next_single(self) -> Allocation | None:
         """Return the device to measure next while the others are idle, at its best batch.
 
-        Of the devices that weren't measured like that yet, it is the one with the highest predicted
-        samples/s. It may beat all splits because it computes a larger batch, or because it runs
-        without contention. Return None if no device is expected to win, or if the first split
-        hasn't been measured yet. If the batch is fixed or there is only one device, a batch that
-        may not fit is tried even if it isn't expected to win.
+        It is the device with the highest predicted samples/s of those in
+        `_never_measured_with_others_idle`. It may beat all splits because it computes a larger
+        batch, or because it runs without contention. Return None if no device is expected to win,
+        or if the first split hasn't been measured yet. If the batch is fixed or there is only one
+        device, a batch that may not fit is tried even if it isn't expected to win.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
@@ -207,9 +208,9 @@ class SplitStage:
     def _never_measured_with_others_idle(self) -> list[int]:
         """Return the positions of devices to measure while the others are idle.
 
-        Devices that can't be distinguished form a group. The result has all devices of each group
-        in which none was measured like that. If there is only one device, the result has that
-        device until the batch that should be its best has been measured.
+        Devices that can't be distinguished form a group. The result has the devices of all groups
+        in which no device was measured while the others were idle. If there is only one device, the
+        result has that device until the batch that should be its best has been measured.
         """
         if len(self._machine.live) == 1:
             return [i for i in self._machine.live if self._has_new_best_batch(i)]
@@ -228,10 +229,10 @@ class SplitStage:
 
 
 def _is_like(layout: Layout, seen: Observation) -> bool:
-    """True if a measurement of the split would show nothing new beside an earlier observation.
+    """True if a measurement of the split would show nothing new after the observation `seen`.
 
-    That is so if the observed layout is equal. If `seen` timed only a single step, it is enough
-    that the layouts are too similar for a measurement to tell them apart.
+    The split must be equal to the observed layout. If `seen` timed only a single step, it is enough
+    that the two are too similar for a measurement to tell them apart.
     """
     if isinstance(seen, Timed) and seen.lone:
         return same_measurement(layout, seen.probe.layout)

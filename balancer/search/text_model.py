@@ -102,11 +102,11 @@ def _nearest(
 ) -> tuple[tuple[float, ...], float]:
     """Return the rates >= 0 with the least |wanted - sum of rate * column|², and that residual.
 
-    `columns` have length 1, or 0 if all their amounts are 0. The last column's rate is either 0, so
-    that the column may be dropped, or positive, so that the residual is orthogonal to the column
-    and the column may be projected out of all others and of `wanted` (Gram-Schmidt). Both smaller
-    problems are solved recursively, and the solution with the smaller residual is returned. A
-    column of which projections left nothing is collinear with later columns, and gets the rate 0.
+    `columns` have norm 1, or 0 if all their amounts are 0. The problem is solved recursively for
+    the last column, in two ways. If its rate is 0, the column is dropped. If its rate is positive,
+    the residual is orthogonal to it, so it is projected out of all others and of `wanted`
+    (Gram-Schmidt). The solution with the smaller residual is returned. If projections left nothing
+    of a column, it is collinear with later columns and gets the rate 0.
     """
     if not columns:
         return (), _dot(wanted, wanted)
@@ -365,8 +365,8 @@ class TextModel(MachineModel):
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
         Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
-        the time is extrapolated in proportion from the largest measured pass, because a cost that
-        was fitted to small passes predicts too little time for large ones.
+        the time per token of the largest measured pass is used instead of the cost: a cost that was
+        fitted to small passes predicts too little time for large ones.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -380,11 +380,11 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The split that should be fastest, with rows assigned by cost.
+        """The split that should be fastest, with rows assigned by cost; None if there is none.
 
-        It uses the devices of one host or of all hosts, without the slowest devices if that is
-        faster. It is None if there are fewer than two devices, or if they can't hold the longest
-        row.
+        It uses the devices of one host or of all hosts, and leaves out the slowest of them if the
+        split is then faster. There is no split for fewer than two devices, or if they can't hold
+        the longest row.
         """
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))

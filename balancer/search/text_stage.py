@@ -1,12 +1,13 @@
 """Exploration with rows of unequal length: passes of a few sizes, then whole batches.
 
-These passes determine each device's cost: a small pass, larger passes of the longest rows until
-they take clearly longer, several passes of short rows in one step, and passes of other lengths. All
-devices run at the same time. A small pass says nothing about the cost of tokens on a fast GPU,
-where launching kernels takes longer than computing them. Then the global batch is measured on each
-device alone, which tests its cost, and so is the split that should be fastest according to the
-costs. More splits follow while the compute times (own work) in the last one lead to a different
-assignment of rows.
+Each device's cost is determined by a small pass, larger passes of the longest rows until they take
+clearly longer, several passes of short rows in one step, and passes of other lengths. All devices
+run at the same time. The larger passes are needed because a small pass says nothing about the cost
+of tokens on a fast GPU, where launching kernels takes longer than computing them.
+
+To test the costs, the global batch is then measured on each device alone, and in the split that
+should be fastest according to the costs. More splits follow while the compute times (own work) in
+the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the layout of the next passes to measure on one device, over rows of one length.
+        """Return the layout of the next passes to measure on one device; None if its cost is known.
 
-        Return None when these passes have determined the device's cost.
+        All rows of these passes have the same length.
         """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):

@@ -33,7 +33,7 @@ class TextPolicy:
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
-        """Return None, because the devices' times alone for their rows aren't known."""
+        """Return None: how long each device alone takes for its rows isn't known."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
@@ -45,8 +45,8 @@ class TextPolicy:
     def singles(self) -> list[Layout]:
         """Return the layout of the global batch on the device that computes it fastest alone.
 
-        Devices on which the race has failed are left out. Return an empty list if no device can
-        hold the longest row.
+        A device is left out if that layout has failed on it in the race. Return an empty list if no
+        device can hold the longest row.
         """
         ran = {}
         for seen in self.seen.timed(Stage.SOLO):

@@ -58,10 +58,10 @@ class TimeLeft:
         """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
 
         The factor is for a level curve, which shows nothing about larger batches: in the worst
-        case, a step takes longer in proportion to the batch. Two such steps must still fit in a
-        part of the time left for exploration. If steps are so slow that probes time only one, these
-        may take `BOLD` times all of that time. The factor is at least 1, and infinite if
-        `step_seconds` is 0.
+        case, a step takes longer in proportion to the batch. Even then, two steps must fit in a
+        fixed part of the time that exploration has left. If steps are so slow that probes time only
+        one, that one may take `BOLD` times all of that time. The factor is at least 1, and infinite
+        if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -85,9 +85,9 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a single step, whose noise then remains unknown.
 
-        This is the case if it would take more than the fraction `part` of the time left to measure
-        the noise of steps of `step_seconds`. With such slow steps, knowing the time of several
-        batches to 3 % is worth more than knowing the time of a few batches exactly.
+        That is so if measuring the noise would take more than the fraction `part` of the time left,
+        with steps of `step_seconds`. If steps are that slow, knowing the time of several batches to
+        3 % is worth more than knowing the time of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -129,11 +129,11 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How many later steps take as long as the tuning of kernels in the first step at a size.
+        """The time that a first step at a new size takes to tune kernels, in later steps.
 
-        With TensorFlow, that is up to 100 steps. It is fitted to the quickest and the slowest step
-        of each device alone. The part of a first step that doesn't grow with the step's duration is
-        overhead instead.
+        With TensorFlow, it is as long as up to 100 later steps. The number is fitted to the
+        quickest and the slowest step of each device alone. The part of a first step that doesn't
+        grow with the step's duration is overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
