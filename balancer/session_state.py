@@ -177,8 +177,9 @@ def largest_run(state: SessionState, device: int) -> int:
 class RatedLayout(NamedTuple):
     """A layout with its measured samples/s.
 
-    `batches` has the samples of each device of the request; empty for the sum of all devices alone.
-    `device` is the label if the layout uses one device of several, and "" otherwise.
+    `batches` has the samples of each device of the request. It is empty for the rival that adds up
+    the samples/s of all devices alone. `device` is the label if the layout uses one device of
+    several, and "" otherwise.
     """
 
     kind: RivalKind
@@ -324,9 +325,10 @@ def plan_rivals(
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the measurement of the single device to compare the plan with; None if there is none.
 
-    If the plan is one device, it is another device. It is the device that took part in the race.
-    Another device is preferred if it was faster at the same batch, but not if it was even faster
-    than the plan: it was then measured at a time when the machine was faster.
+    It is the single device of the race, or another one that was faster at the same batch. A device
+    that was even faster than the plan isn't used: it was measured at a time when the machine was
+    faster. The plan's own device is never used if the plan has only one. If no device is left in
+    the race, it is the fastest of the other devices.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)
@@ -449,7 +451,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the added samples/s of the devices alone, as one layout in a tuple.
+    """Return the sum of the devices' samples/s alone, as one layout in a tuple.
 
     Return an empty tuple for fewer than two devices.
     """

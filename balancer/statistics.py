@@ -86,8 +86,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of the interval of a step that was timed only once.
 
-    It is estimated from the relative differences in `differences`, each between two steps. `fitted`
-    is the number of degrees of freedom that are lost because parameters were fitted to them.
+    Each of `differences` is the relative difference of two steps. `fitted` is the number of degrees
+    of freedom that are lost because parameters were fitted to the differences.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)

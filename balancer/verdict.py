@@ -151,9 +151,9 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    With the cause "longest_part", the device with the largest share takes too long for the size of
-    that share. With "exchange", synchronization takes too long. Times are in seconds per step; None
-    means unknown.
+    With the cause "longest_part", the split waits for the device with the largest share, which
+    takes too long for it. With "exchange", synchronization takes too long. Times are in seconds per
+    step; None means unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]

@@ -205,7 +205,7 @@ class Budget:
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many turns in which each of these layouts is measured still fit the budget.
+        """Return how many more turns fit in the budget if each turn measures all these layouts.
 
         The number may be fractional, and is infinite without a budget.
         """
@@ -236,8 +236,8 @@ class Budget:
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
         """Return how much time the search may have spent when the stage ends, in seconds.
 
-        The race and the stage of knobs must end earlier in their later turns than in the first.
-        After the race, every stage may use nearly all of the budget.
+        The first turns of the race and of the stage of knobs may use the whole budget; later turns
+        must end a little earlier. After the race, every stage may use nearly all of the budget.
         """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
@@ -253,8 +253,8 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the duration of a probe without its start and its timed steps, in seconds.
 
-        If the layout was measured before, it is the measured duration. Otherwise it is that of a
-        typical probe with steps of `step_seconds`.
+        It is the shortest measured one of this layout, or that of a typical probe with steps of
+        `step_seconds` if the layout was never measured.
         """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
@@ -262,8 +262,8 @@ class Budget:
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds longer the first step of a layout's probe takes than a later one.
 
-        If the layout was measured before, they are measured. Otherwise they are those of a typical
-        probe with steps of `step_seconds`.
+        It is the least difference in this layout's probes, or that of a typical probe with steps of
+        `step_seconds` if the layout was never measured.
         """
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
@@ -272,8 +272,8 @@ class Budget:
     def _further_warm_up_seconds(self, layout: Layout) -> float:
         """Return the seconds of warm-up that a layout's next probe needs to show its noise.
 
-        Return 0 unless the layout was measured before, and always by a single step, which has no
-        warm-up.
+        If all of the layout's probes so far timed a single step, they had no warm-up, so the next
+        one still needs it. Otherwise, or if the layout was never measured, return 0.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):

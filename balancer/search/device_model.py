@@ -6,9 +6,9 @@ is based on:
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
     guessed     memory: the batch at which the memory line reaches the limit, or one between what
-                ran and what failed; in splits no more than ran if bytes are unknown
-    trusted     time: at most what is guessed, and no farther beyond what ran than a curve can be
-                trusted; a fixed batch exceeds it if necessary
+                ran and what failed; if bytes are unknown, a split gets no more rows than ran
+    trusted     time: at most what is guessed, and only as far above the batches that ran as the
+                curve can be trusted; a fixed batch exceeds it if necessary
 
 Rounds in which devices run alone have other limits (`guessed_alone_rows`, `trusted_alone_rows`),
 because a failure costs less in such a round than in a split. `largest_in_one_pass` is the guessed
@@ -166,8 +166,8 @@ class DeviceModel:
     def guessed_alone_rows(self) -> int:
         """The largest batch for a round of devices alone, according to memory and time.
 
-        It may take several rounds to reach it. It is 0 before the device ran. If noise may explain
-        that the curve rises at all, time doesn't limit the batch.
+        It may take several rounds to reach it. It is 0 before the device ran. Time is ignored if
+        the measured times are so noisy that the curve may in fact be level.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
@@ -292,9 +292,10 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with a curve of one pass or, if faster, of several over a fixed batch.
+        """Return the device with a curve for shares in one pass or, where it is faster, in several.
 
-        `curve` is for one pass, and `limit` is the maximum rows of one pass.
+        Several passes are only considered for a fixed batch. `curve` is for one pass, and `limit`
+        is the maximum rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch

@@ -98,8 +98,8 @@ class Evaluation:
     def _retries(self) -> tuple[Probe, ...]:
         """Return the probes to retry after a failure; empty if there are none.
 
-        They are all failed probes of the solo stage, which run at the same time, or else a single
-        probe.
+        All failed probes of the solo stage are retried together. In later stages, only one failed
+        probe is retried at a time.
         """
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
@@ -180,7 +180,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search is over that would have no further probes with any budget.
+        """Return why a search is over that wouldn't go on even with a larger budget.
 
         `tied` is True if the two fastest layouts differ by so little that more turns couldn't tell
         which is faster.
@@ -290,10 +290,10 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best layout of all that were measured and may still run.
+        """The best layout of all that were measured and may still run; None before any measurement.
 
-        It is None before any measurement. Its samples/s come from the turns since it was chosen, if
-        there are any, because the highest of several noisy values is biased upwards.
+        If the layout was measured again after it was chosen, only those turns give its samples/s,
+        because the highest of several noisy values is biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
@@ -311,10 +311,10 @@ class Evaluation:
     def _chosen(self) -> Result | None:
         """The best layout, according to the measurements that led to its choice.
 
-        The layouts of the race count with their turns, and layouts that only exploration measured
-        with those measurements. The latter don't count if their shares are so close to those of a
-        layout in the race that no measurement would show the difference. If no layout may run any
-        more, the result is the best of all that ran.
+        Layouts of the race are judged by their turns. Layouts that ran only in exploration are
+        judged by their measurements there. They are ignored if their shares are so close to those
+        of a layout in the race that no measurement would show the difference. If no layout may run
+        any more, the result is the best of all that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
@@ -360,8 +360,8 @@ class Evaluation:
     def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the samples/s over some turns, with their interval.
 
-        A lone step doesn't show its noise. If all turns are lone steps, the interval is therefore
-        widened to what all lone steps of the search suggest.
+        A turn that timed a single step doesn't show how noisy its steps are. If all turns are like
+        that, the interval is widened to the error of such turns in the whole search.
         """
         interval = throughput(turns)
         if not all(one.lone for one in turns.values()):
@@ -475,13 +475,16 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race, and the smaller one that ran."""
+        """Each layout that ran out of memory in the race, with the smaller one that ran instead."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next pack in each mode that was still gaining when the packs' budget was spent."""
+        """The next larger pack of each mode in which the largest measured pack is the best.
+
+        There was no time left to measure these packs.
+        """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
@@ -520,9 +523,9 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split of rows, and the rows of a pass that certainly fit.
+        """Return each device's curve in a layout, and the rows of a pass that certainly fit there.
 
-        For other layouts, return empty curves and 0 rows.
+        If the layout isn't a split of rows, the curves are empty and the rows are 0.
         """
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)

@@ -47,7 +47,7 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits over all live devices and, if the options say so, over fewer.
+        """The even splits over all live devices and, if the options ask for scaling, over fewer.
 
         Empty if splits were requested and exploration hasn't measured any yet, because a free batch
         is derived from the best split.

@@ -100,7 +100,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """Return the layout with a smaller batch on every device, to be tried after it didn't fit.
+    """Return a layout with a smaller batch on every device, to try after `layout` didn't fit.
 
     Shares are multiples of `quantum`. Return None if a device would have no rows left.
     """

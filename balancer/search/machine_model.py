@@ -41,8 +41,8 @@ def fit_exchange_costs(
 ) -> ExchangeCosts:
     """Return the exchange costs in seconds, indexed by number of hosts and number of devices.
 
-    They are for up to `hosts` hosts and up to `devices` devices. If no sample is from a single
-    host, all costs are attributed to the network between hosts.
+    The table goes up to `hosts` hosts and `devices` devices. If no sample is from a single host,
+    all costs are attributed to the network between hosts.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -59,8 +59,8 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
     """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
     Costs are a linear function of the number, and never decrease. If all samples have the same
-    number, fewer cost proportionally less, and more cost the same. Without samples, all costs are
-    0.
+    number, the cost of smaller numbers is assumed to be proportional, and that of larger numbers
+    the same. Without samples, all costs are 0.
     """
     # the cost of k devices depends on the number of others, k - 1
     found = []
@@ -110,10 +110,9 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration measured and whose rows are assigned as this model assumes.
+        """Every split that exploration measured and that assigned its rows as this model assumes.
 
-        A model assumes that rows are assigned either in the order of the data or by cost, see
-        `by_rows`.
+        Rows are assigned either in the order of the data or by cost, see `by_rows`.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
@@ -164,7 +163,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return at least how many seconds an exchange adds to a step of `ranks` ranks.
+        """Return a lower bound for the seconds that an exchange adds to a step of `ranks` ranks.
 
         Computation hides a part of the exchange, and hides most of it on the slowest device. The
         batch is assumed to be divided evenly. A free batch is assumed to be as large as fits.
@@ -278,7 +277,7 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """The curve and the largest share in one pass of each live device in a split.
+        """Each live device's curve in a split, and the largest share that it computes in one pass.
 
         Devices without a curve, or without a share that may fit, are left out.
         """

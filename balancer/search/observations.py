@@ -1,7 +1,7 @@
 """The observations of a search, queried by device, layout and stage.
 
-They may arrive in any order, and equal sets of observations give equal answers. Devices are modeled
-from exploration alone (stages solo, rest and split) until a winner is checked, so that the race
+They may arrive in any order, and equal sets of observations give equal answers. Until a winner is
+checked, devices are modeled from exploration only (stages solo, rest and split), so that the race
 doesn't change the candidates that it compares. Costs, failures, and memory used by other processes
 count from all stages.
 """
@@ -280,8 +280,8 @@ class Observations:
     def _is_worth_retry(self, seen: Observation) -> bool:
         """True if the observation is a failure, and the probe is worth another attempt.
 
-        A probe has a limited number of attempts. An unsupported layout isn't tried again, nor is a
-        device alone on which the workload raised an exception.
+        A probe has a limited number of attempts. It isn't tried again if the layout is unsupported,
+        or if the workload raised an exception on a device that ran alone.
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False

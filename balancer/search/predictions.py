@@ -82,7 +82,7 @@ class Predictions:
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
         """True if a device has time for more rows than fit in one pass, and may use several passes.
 
-        The time is that of a step of `found`; it is unlimited if `found` is None.
+        A device has as much time as a step of `found` takes, or unlimited time if `found` is None.
         """
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
@@ -132,8 +132,8 @@ class Predictions:
     ) -> Allocation | None:
         """Return the fastest split over some or all of these devices; None if none fits.
 
-        `of` is the global batch. By default, it is the fixed batch of the request; if that is free
-        too, the split has its best batch.
+        `of` is the global batch, by default the fixed batch of the request. Without either of them,
+        the split has the global batch with the highest samples/s.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
@@ -178,10 +178,10 @@ class Predictions:
         return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
-        """Return the best batch of one device alone that should fit, in passes if they are needed.
+        """Return the batch that should fit on one device alone and has the highest samples/s there.
 
-        Return None if no batch fits or the device never ran alone, or if every layout must use all
-        devices.
+        Passes are used if they are needed. Return None if no batch fits, if the device never ran
+        alone, or if every layout must use all devices.
         """
         device = self.machine.devices[position]
         if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
@@ -193,10 +193,10 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the layout with the smallest batch that is predicted to be fast enough.
+        """Return the layout with the smallest batch that should be nearly as fast as the fastest.
 
-        It is slower than the predicted fastest layout by at most the fraction `part` of the
-        tolerance. Return None for a fixed batch, or without a tolerance.
+        Its loss of samples/s is at most the fraction `part` of the tolerance. Return None for a
+        fixed batch, or without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:

@@ -5,9 +5,9 @@ The slowdown has a 95 % interval. The functions have no side effects.
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change the duration of a quick step (the 5th
 percentile of step times) on a core at full speed. So two trainings are compared by their quick
-steps, corrected for the speed of the core (`quick_steps.py`). Work that isn't in every step, such
-as writing checkpoints or waiting for late rows, is added by its mean, but only as much as the
-second training certainly takes longer for it.
+steps, corrected for the speed of the core (`quick_steps.py`). Quick steps don't contain work that
+isn't in every step, such as writing checkpoints or waiting for late rows. How much longer the
+second training certainly takes for such work is therefore added to its slowdown.
 
 A training's journal has a line for each window, a series of steps. Trainings without quick steps in
 their journals are compared by the means of these windows. A disturbance lasts for several windows,

@@ -1,12 +1,12 @@
 """Compares how long quick steps of two trainings take on a core at full speed.
 
-A core is up to half slower while its other hardware thread is busy, for seconds at a time, and so
-are equal steps. A training's windows therefore have the time of a fixed loop on the same core
-(`evener/system/core_speed.py`). Step times are compared by an analysis of covariance: the logarithm
-of a step's time rises linearly with that of the loop's time, with a common slope for both trainings
-(Fisher, Statistical Methods for Research Workers, 1932, chapter 8). The slope is estimated from the
-differences within each training, with a normal prior, as in Bayesian linear regression (Bishop,
-Pattern Recognition and Machine Learning, 2006, 3.3).
+A core is up to half slower while its other hardware thread is busy, for seconds at a time, so equal
+steps take unequal times. Each window of a training therefore also has the time that a fixed loop
+took on the same core (`evener/system/core_speed.py`). Step times are compared by an analysis of
+covariance: the logarithm of a step's time rises linearly with that of the loop's time, with a
+common slope for both trainings (Fisher, Statistical Methods for Research Workers, 1932, chapter 8).
+The slope is estimated from the differences within each training, with a normal prior, as in
+Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, 3.3).
 
 Different code is slowed differently, so a corrected window is less certain the more it was
 corrected. Windows at full speed aren't corrected and count most. If a training has none of them,
@@ -60,12 +60,12 @@ class QuickStep(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_loop: bool
 ) -> tuple[list[QuickStep], float]:
-    """Return each training's quick step at full speed, and the relative error that both share.
+    """Return each training's quick step at full speed, and the error that the slope adds.
 
     `trainings` has the windows of two trainings. If `same_loop`, the fixed loop takes equally long
     in both on equally fast cores. Otherwise, for example with another version of Python, each
-    training is assumed to have had a core at full speed in its fastest windows. The shared error is
-    half of a 95 % interval, and comes from the slope.
+    training is assumed to have had a core at full speed in its fastest windows. The error is that
+    of the ratio of the two steps, relative to it, and half of a 95 % interval.
     """
     slowed = _find_slowed(trainings, same_loop)
     times = [[math.log(window.step_s) for window in each] for each in trainings]

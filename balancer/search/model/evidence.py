@@ -315,9 +315,9 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the evidence with drift between probes added to the relative errors of its points.
 
     A device's speed drifts from probe to probe, for example because of heat. The noise within a
-    probe doesn't show that. The drift is the median of the differences from `_list_drifts` and an
-    additional 0. Because of the 0, a single pair of points, which one disturbance may have changed,
-    isn't taken for drift.
+    probe doesn't show that. The drift is the median of the differences from `_list_drifts`. One
+    value of 0 is added to them, so that a single pair of points isn't taken for drift: one
+    disturbance may have changed it.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -409,9 +409,9 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
-    Their times must agree at every common batch, of which there must be at least two. Also, neither
-    device may have clearly taken longer for fewer rows than the other for more. False if a device
-    is lost.
+    The devices must have at least two batches in common, and their times must agree at each of
+    them. The result is False if one device clearly took longer for a smaller batch than the other
+    for a larger one, or if a device is lost.
     """
     if one.lost or other.lost:
         return False
@@ -423,9 +423,9 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if two measurements of different devices can't belong to one likely curve.
 
-    Both devices ran alone, and the difference exceeds the noise. Either one device took longer for
-    fewer rows than the other for more rows, or batches are nearly equal and the times differ by
-    more than the rows.
+    Both devices ran alone, and the difference exceeds the noise. Either the smaller batch took
+    longer than the larger one, or the batches are nearly equal and the larger one took longer by a
+    greater factor than it has more rows.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)

@@ -49,8 +49,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, in rising order, for fitting lines.
 
-        Beginning with the largest batch, a point is left out if its batch is close to that of the
-        point before. If only one point would remain, they are the first and the last point.
+        The largest batch is kept, and then each next smaller one that is clearly smaller than the
+        last one kept. If that leaves a single point, the first and the last of all points are used.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
@@ -120,11 +120,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        It is the prediction of the memory line. The line may be unknown, or refuted by a batch that
-        ran out of memory. Then it is a batch between the largest that ran and the smallest that
-        failed or, if none failed, `BLIND_GROWTH` times the largest that ran. Return 0 if no batch
-        can fit. If `optimistic` and fewer than two attempts ran out of memory, the batch just below
-        the smallest that failed is tried instead of one in between.
+        It is the prediction of the memory line, if the line is known and no smaller batch has
+        failed. Otherwise it is a batch between the largest that ran and the smallest that failed
+        or, if none failed, `BLIND_GROWTH` times the largest that ran. With `optimistic`, it is the
+        batch just below the smallest that failed instead of one in between, until a second attempt
+        fails. Return 0 if no batch can fit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (

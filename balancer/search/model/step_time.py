@@ -3,8 +3,8 @@
 The curve is the simplest that fits the points: a straight line (fixed cost + cost per sample), a
 level stretch up to a knee with a line after it, a step function ("stairs"), or a line that is bent
 towards the points. In the last case, each point's deviation from the line is shrunk by the fraction
-that noise explains. If a larger batch took less time, the smaller batches are assumed to take no
-longer than it, so that the curve rises and can be inverted.
+that noise explains. The curve must rise so that it can be inverted. If a larger batch took less
+time than a smaller one, the smaller one is therefore assumed to need no more time than the larger.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 def _is_same(one: Point, other: Point, near: float) -> bool:
     """True if two points have nearly the same batch and noise explains how their times differ.
 
-    `near` is the maximum relative difference of the batches. If the times differ by more than
-    noise, the time may jump between the two batches.
+    `near` is the maximum relative difference of the batches. Points whose times differ by more than
+    noise are kept apart, because the time may jump between their batches.
     """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     larger = other.batch / one.batch - 1
@@ -153,9 +153,9 @@ def _average(group: Sequence[Point]) -> Point:
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
     """Return a straight line through the points or, if it doesn't fit, a curve with a knee.
 
-    A curve with a knee is a level stretch followed by a line. The result is the curve with the
-    smallest residual at its worst point, so even the best may not fit. The second value is that
-    residual in standard errors.
+    A curve with a knee is a level stretch followed by a line. Of these curves, the one with the
+    smallest residual at its worst point is returned, even if it doesn't fit well. The second value
+    is that residual in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
