@@ -60,10 +60,9 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return a tensor of zeros in which each axis that is unknown in `spec` has another length.
+    """Return a tensor of zeros that differs from `tensor` in every length that `spec` leaves open.
 
-    The length differs from that in `tensor`. So these axes have no fixed length in a dataset with
-    both tensors, which therefore has the element spec `spec`.
+    A dataset of both tensors therefore has the element spec `spec`: those lengths aren't fixed.
     """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)

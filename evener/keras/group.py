@@ -1,6 +1,7 @@
-"""The processes that train one model together: their all-reduces over NCCL or gRPC, and checks.
+"""The processes that train one model together.
 
-TensorFlow's MultiWorkerMirroredStrategy is used only to connect the processes.
+They sum tensors by all-reduces over NCCL or gRPC, and check that they have the same options and
+data. TensorFlow's MultiWorkerMirroredStrategy is used only to connect the processes.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Group:
 def group_from_environment() -> Group | None:
     """Return the group of processes that the variable TF_CONFIG describes.
 
-    Return None unless it names at least two processes. Raises RequestError if it can't be read.
+    Return None if TF_CONFIG isn't set or names fewer than two processes. Raises RequestError if it
+    can't be read.
     """
     text = os.environ.get("TF_CONFIG", "")
     if not text:
@@ -238,7 +240,7 @@ MOST = 251  # number of different digests; every float type represents them exac
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
-    """Return a hash of these tensors, which is 0 to `most` - 1, as an int64 scalar tensor."""
+    """Return a hash of these tensors, from 0 to `most` - 1, as an int64 scalar tensor."""
     parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
 

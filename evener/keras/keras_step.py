@@ -181,9 +181,10 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Return a context in which calls of the model are known to be a step's.
+    """Return a context for calls of the model that are a part of an engine's step.
 
-    So `warn_of_own_loop` doesn't mistake them for calls of a training loop that the user wrote.
+    In this context, `warn_of_own_loop` doesn't mistake them for calls of a training loop that the
+    user wrote.
     """
     token = in_step.set(True)
     try:

@@ -226,7 +226,7 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, by their keys, and the rows unchanged."""
+        """Return nonzero values for variables that are 0, by their keys, and the unchanged rows."""
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
@@ -276,9 +276,9 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the kinds of tensors in attributes that don't consist of rows, such as a mean.
+        """Return the kind of each tensor that a call stores in an attribute, by its name.
 
-        They are keyed by the attribute's name.
+        Tensors that consist of rows are left out; the others are, for example, a mean over rows.
         """
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}

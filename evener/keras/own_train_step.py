@@ -21,7 +21,10 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 
 
 class _EngineStep(keras.Model):  # type: ignore[misc]
-    """A base class between the user's classes and `keras.Model`; its step is the engine's."""
+    """A base class between the user's classes and `keras.Model`.
+
+    Its `train_step` runs the engine's step, and is what the user's `super().train_step` calls.
+    """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Run the engine's step."""

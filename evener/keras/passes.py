@@ -52,8 +52,9 @@ class StepStates:
     """The states of a model during the calls of one step.
 
     Seeds differ by device, so that no two devices draw the same random numbers. Metrics inside
-    layers count the rows of all devices: a device's call continues from the previous device's
-    values or, with passes, starts from 0. `found` says how devices' values of other states combine.
+    layers count the rows of all devices. Without passes, a device's call therefore continues from
+    the previous device's values; with passes, it starts from 0 and the counts are added. `found`
+    says how devices' values of other states combine.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:

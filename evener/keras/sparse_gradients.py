@@ -1,8 +1,9 @@
-"""Sparse gradients, such as the gradient of an embedding table if a batch uses few of its rows.
+"""Sparse gradients, such as that of an embedding table of which a batch uses only some rows.
 
-Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
-several times would change what is learned. Therefore the slices of different passes and processes
-are concatenated, as on a single device, and only the optimizer sums them.
+A sparse gradient consists of slices, one for each use of a row. Keras' optimizers square and clip
+each slice separately, so summing the slices of a row would change what is learned. A training on
+one device doesn't sum them before the optimizer. Therefore passes and processes don't either: they
+concatenate their slices.
 """
 
 from __future__ import annotations
