@@ -179,8 +179,8 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
     """Return the script's name for a DataLoader; "" if it has none, or if the loader is None.
 
-    If a library's object holds it in its attribute `loader`, as that of timm does, the name is such
-    as "train_loader.loader".
+    If an object of a library, such as timm, holds the DataLoader in its attribute `loader`, the
+    name has two parts, for example "train_loader.loader".
     """
     if loader is None:
         return ""
@@ -215,8 +215,8 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 def _list_names(frame: FrameType) -> dict[str, Any]:
     """Map the names of a frame's variables to their values.
 
-    Attributes of objects of the script's own classes are included, named such as "self.model", and
-    so are models in lists, named such as "models[0]".
+    Attributes of objects of the script's own classes are included under names such as "self.model".
+    So are models in lists, under names such as "models[0]".
     """
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -241,11 +241,11 @@ def _file_of(kind: type) -> str:
 
 
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
-    """Return the line before which to insert the lines: the outermost loop around the current line.
+    """Return the line before which to insert the suggested lines; 0 outside of any loop.
 
-    If the script makes an iterator over the loader before that loop, they belong before that line.
-    `body` is the frame's parsed file, and `loader` the script's name for the loader. The result is
-    0 if the current line is in no loop.
+    It is the first line of the outermost loop around the current line. If the script creates an
+    iterator over the loader before that loop, it is the line that does so. `body` is the frame's
+    parsed file, and `loader` the script's name for the loader.
     """
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)
@@ -253,11 +253,13 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Return which of the models' own methods and attributes a script uses, and what to write.
+    """Return how to rewrite a script's uses of the models' own methods, as text; "" if it has none.
 
-    DistributedDataParallel has them in its attribute `module`. `body` is the frame's parsed file.
-    In the frame's own function, only uses after the line `inserted` count. In other functions, a
-    variable of the same name is taken for the same model unless it is assigned there.
+    A wrapped model no longer has these methods and attributes: DistributedDataParallel keeps the
+    model in its attribute `module`. `body` is the frame's parsed file, and `models` are the names
+    of the models. In the frame's own function, only uses from the line `inserted` on count. In
+    other functions, a variable of the same name is taken for the same model unless it is assigned
+    there.
     """
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
@@ -311,10 +313,10 @@ def _is_in_wrapper(name: str) -> bool:
 
 
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
-    """Return the first line between two lines of a file that makes an iterator over a loader.
+    """Return the first line that creates an iterator over the loader; 0 if there is none.
 
-    `body` is the parsed file, and `loader` the loader's name. The result is 0 if there is no such
-    line.
+    Only lines from `first` to before `last` are searched. `body` is the parsed file, and `loader`
+    the loader's name.
     """
     found = []
     for each in ast.walk(body):

@@ -117,10 +117,11 @@ def _find_fault(every: list[RankStart]) -> str:
 
 
 def find_callback() -> str:
-    """Return the file and line of the program's code that calls a collective in a trainer's step.
+    """Return where the program's own code calls a collective while a trainer runs a step.
 
-    Call this function from the hook of the collective. The result, such as "train.py:12", is empty
-    if a library or evener makes the call, or if no trainer is on the call stack.
+    Call this function from the hook of the collective. The result is the file and line, such as
+    "train.py:12". It is empty if a library or evener makes the call, or if no trainer is on the
+    call stack.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):

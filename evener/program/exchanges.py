@@ -272,7 +272,8 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
     """True if a call gives sums over the rows of all ranks, or gathers each rank's sum.
 
-    These are the same, or have the same sum, however the ranks share the rows.
+    Such results don't depend on how the rows are divided among the ranks: the sum over all ranks
+    stays the same.
     """
     every = _tensors(call)
     if call.name == "all_reduce":
@@ -292,7 +293,7 @@ def _name_operation(call: ExchangeCall) -> str:
 
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
-    """Keep the values of scalars that a call is about to overwrite, one of which may be a loss."""
+    """Save the scalars that a call is about to overwrite in the guard, as one may be a loss."""
     for each in each_tensor_in(call.filled):
         guard.save_scalar(each)
 

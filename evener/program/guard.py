@@ -140,7 +140,11 @@ class Guard(Recorder):
         return super().__torch_function__(function, types, arguments, keywords)
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Record that a function's result depends on exchanged values, if its arguments do."""
+        """Note a function that the program called, with its result.
+
+        If its arguments depend on exchanged values, so does the result. A call of `len` that
+        returns the batch's number of rows is noted as well.
+        """
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result, self)
@@ -158,18 +162,19 @@ class Guard(Recorder):
             super()._write(*arguments, **options)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a small tensor that was created before the batch and isn't the same by shares.
+        """True for a small tensor, such as task weights, that was created before the batch.
 
-        Sums over all ranks' rows are excluded, as they are the same with any shares.
+        Sums over all ranks' rows don't count, because they are the same with any shares.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record what a call of `function` combines with weights or gradients.
+        """Record the numbers in a call of `function` whose other operands are weights or gradients.
 
-        A value of this rank's own rows, such as its own count of labels, sets `local_use`.
+        If such an operand is combined with a value of this rank's own rows, such as its own count
+        of labels, `local_use` is set to a message that says so.
         """
         super()._note_use(function, given)
         if self.local_use or not is_arithmetic(function):
