@@ -197,9 +197,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._rendezvous_on_hosts()
 
     def _rendezvous_on_hosts(self) -> None:
-        """Before each batch, tell all ranks whether the first rank has received SIGTERM.
+        """Make the first rank tell the others, before each batch, whether it has received SIGTERM.
 
-        The first rank broadcasts this over gloo, so that Lightning's loop doesn't wait for its GPU.
+        The ranks meet over gloo, on their hosts, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler for SIGTERM would synchronize with the other ranks immediately,
         while they may be in a step's all-reduce. The handler installed here only records the
         signal. If only a rank other than the first receives SIGTERM, it stops by itself one batch

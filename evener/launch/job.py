@@ -73,10 +73,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks of a program except the first wait for.
+        """The file for which all ranks of a program wait before they start, except the first rank.
 
-        The first rank creates this file when it creates a process group with them. The result is
-        None if all ranks start immediately.
+        The first rank creates this file when it creates a process group with the others. The result
+        is None if all ranks start immediately.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
@@ -85,7 +85,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def has_several(self) -> bool:
         """True if this host runs several processes of a training run.
 
-        The waiting ranks of a program count only after their release (see `release`).
+        Ranks that wait for the first rank of their program don't count until they start (see
+        `release`).
         """
         if self.release is None:
             return len(self.processes) > 1

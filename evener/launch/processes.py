@@ -61,8 +61,8 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        If a rank had exited with code 0 before the others failed, it may be the cause and is named
-        first, unless SIGKILL ended the failed rank.
+        A rank that left with exit code 0 before the others failed may be the cause, so it is named
+        first. It isn't named if SIGKILL ended the failed rank, because that is then the cause.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (

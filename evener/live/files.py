@@ -86,7 +86,7 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """The progress of a training run with rebalancing towards its next change of shares."""
+    """How far a training run with rebalancing is from its next change of shares."""
 
     windows: Count  # number of windows observed with the current shares
     needed: Count  # minimum number of windows for a change

@@ -18,8 +18,8 @@ class ClockedReports:
 
     A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from an
     end to the next beginning, in which the process waits for the loader or runs callbacks, counts
-    as input. With a GPU, the measured time is the host's. It equals the GPU's as soon as the host,
-    which runs ahead, has to wait for the GPU.
+    as input. With a GPU, the time is measured on the host, which runs ahead of the GPU. Once the
+    host has to wait for the GPU, its step times equal the GPU's.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:

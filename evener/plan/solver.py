@@ -23,7 +23,7 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the curve of each share.
 
     If any share has no curve, compute times are assumed to be proportional to rows on all devices,
-    and all shares to take the same time.
+    so that all devices take equally long for their shares.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
