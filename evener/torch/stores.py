@@ -143,10 +143,13 @@ def _limit_tcp_stores() -> None:
 def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments that make a TCPStore listen on the address of `host` only.
 
-    They are the port, and a socket that is already bound to it. The result is empty, so that the
-    TCPStore opens the port itself, if `host` means every address, if the machine doesn't have the
-    address (behind a router that translates addresses), or if the port is in use. The port is in
-    use if this process opens a second store at it, which then shares the first store's server.
+    They are the port, and a socket that is already bound to it. In three cases the result is empty,
+    and the TCPStore opens the port itself:
+
+    - `host` means every address.
+    - The machine doesn't have the address, as behind a router that translates addresses.
+    - The port is in use, as by the first store if this process opens a second one at it. The second
+      store then shares the first store's server.
     """
     if host in EVERY_ADDRESS:
         return {}

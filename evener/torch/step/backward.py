@@ -1,7 +1,7 @@
-"""Notify listeners of each loss that a loop calls backward on, and of the operations behind it.
+"""Notify listeners of each loss on which a loop calls backward, and of its last operations.
 
-If these operations aren't the usual ones, the loss is computed in another way than before. For
-example, a term is added in a later epoch.
+If a loss comes from other operations than earlier losses, the loop computes it in another way. For
+example, it adds a term in a later epoch.
 """
 
 from __future__ import annotations

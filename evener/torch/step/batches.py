@@ -251,7 +251,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if it doesn't matter for any weight which of these epochs the current batch is from."""
+    """True if every weight is the same, whichever of these epochs the current batch is from."""
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
         return False

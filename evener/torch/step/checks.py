@@ -243,8 +243,8 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
     """True if any model's gradients were all-reduced since an optimizer's last step.
 
-    Each exchange all-reduces those of one model. `before` has each exchange's number of sums at
-    that step, by the id of the exchange.
+    Each exchange all-reduces the gradients of one model. `before` has each exchange's number of
+    sums at that step, by the id of the exchange.
     """
     return any(each.sums > before.get(id(each), 0) for each in exchanges)
 

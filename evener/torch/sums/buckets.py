@@ -106,8 +106,8 @@ class Bucket:
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
         """Copy gradients into the bucket, multiply them by `weight`, and write the bucket's flags.
 
-        It is for gradients that are all new tensors, and uses as few calls of PyTorch as possible.
-        `flags` has a flag for each gradient, and the bucket's tail.
+        All of the gradients must be new tensors. They are copied with as few calls of PyTorch as
+        possible. `flags` has a flag for each gradient, and the bucket's tail.
         """
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)
@@ -327,9 +327,9 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is the sum of the batch numbers of all ranks if they sum the same batch. On a
-        GPU, except for the first sum, the previous sum's tail is checked instead. Raises
-        RequestError if ranks have summed different batches, or if their weights differ.
+        `expected` is what the ranks' batch numbers must add up to: their sum if all ranks sum the
+        same batch. On a GPU, except for the first sum, the previous sum's tail is checked instead.
+        Raises RequestError if ranks have summed different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
@@ -425,10 +425,11 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes while a pass runs that may have to be retried.
 
-    If the results of rows depend on random draws or on one another (`late`), all gradients of a
-    failed pass are dropped. Otherwise the gradients that it has already computed are complete and
-    `final`, and the retry leaves them unchanged. If `apart` is True, the gradients of earlier
-    passes are set aside until the pass ends.
+    If the results of rows depend on random draws or on one another (then `late` is True), all
+    gradients of a failed pass are dropped. Otherwise the gradients that the pass has already
+    computed are complete; `final` has the ids of their parameters, and the retry leaves them
+    unchanged. If `apart` is True, the gradients of earlier passes are set aside until the pass
+    ends.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:

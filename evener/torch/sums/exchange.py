@@ -93,12 +93,15 @@ class Exchange:
     bucket; if it is None, the exchange chooses it. With `broadcast_buffers`, buffers that change
     are copied from the first rank to all ranks after each sum.
 
-    The model's outputs are passed to `watch`. A backward pass through them ends in a sum if
-    `watch` was called with `sync`. The attributes `begun`, `ready`, `sent` and `done` are
-    callbacks. `begun` is called when a backward pass reaches watched outputs; its arguments are
-    their batch, and the batch of the outputs that the pass reached before, if any. `ready` is
-    called when the last gradient is computed, `sent` when all buckets have been sent, and `done`
-    when the sums are complete.
+    The model's outputs are passed to `watch`. A backward pass through them ends in a sum if `watch`
+    was called with `sync`. The attributes `begun`, `ready`, `sent` and `done` are callbacks:
+
+    - `begun` is called when a backward pass reaches watched outputs, with the batch of these
+      outputs. Its second argument is the batch of the outputs that the pass reached before them; if
+      they are the first ones, it is their own batch.
+    - `ready` is called when the last gradient is computed.
+    - `sent` is called when all buckets have been sent.
+    - `done` is called when the sums are complete.
     """
 
     def __init__(
@@ -249,9 +252,9 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record the order in which gradients are computed, if they are needed.
+        """Register the hooks that record the order in which gradients are computed, if necessary.
 
-        They aren't needed if this order is known and no parameter has a gradient yet: any gradient
+        It isn't necessary if this order is known and no parameter has a gradient yet: any gradient
         that isn't None was then computed in this backward pass.
         """
         if not self._hooks and (self._order is not None or self.has_gradients()):

@@ -170,7 +170,8 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 def refuse_noise(library: str) -> RequestError:
     """Return the error to raise if the noise scale is requested and `library` sums the gradients.
 
-    The noise scale compares the gradients of ranks, and each rank's own gradients are unknown then.
+    The noise scale can't be measured then: it compares the gradients of ranks, which only the
+    library sees before they are summed.
     """
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
