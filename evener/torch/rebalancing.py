@@ -128,7 +128,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares, from which the plan is recognized."""
+        """Return the current shares, and the plan's shares by which the plan is recognized."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
@@ -141,7 +141,7 @@ class Rebalancing:
     def _summarize(self) -> RankTimes:
         """Return the medians of this rank's step times in the window, without disturbed steps.
 
-        Compute time (own work) is 0, which the rule ignores, if it isn't known in any step. It is
+        Compute time (own work) is 0 if it isn't known in any step; the rule then ignores it. It is
         also 0 in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows after
         memory ran out, because the allocator's cache is then empty and steps take far longer.
         """

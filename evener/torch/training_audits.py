@@ -984,7 +984,8 @@ def make_launcher_computations(
 def add_unweighted(computations: Computations) -> Computations:
     """Return the computations of a loss that is a sum over rows.
 
-    All parts then have the same weight. Causes that only a mean has are left out.
+    All parts then have the same weight. Of the causes to test for a difference, those that only
+    apply to a mean are left out.
     """
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}

@@ -38,7 +38,7 @@ def is_started_rank() -> bool:
 
 
 def is_first_process() -> bool:
-    """True if this is the process that evener started first, and not one that it has started."""
+    """True if this is the process of evener's first rank, and not a child of that process."""
     path = os.environ.get(RELEASE)
     if not path:
         return False

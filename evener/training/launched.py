@@ -48,9 +48,9 @@ def ask_for_processes(why: str) -> None:
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
     """Return the plan file to train with; None if neither the script nor evener launch names one.
 
-    A plan that the script names (`named`) has priority over the plan of evener launch. But
-    if it is the plan that was launched and devices have been lost since, return the plan
-    for the remaining devices.
+    A plan that the script names (`named`) has priority over the plan of evener launch. There is one
+    exception: if both are the same plan and devices have been lost since the launch, the plan for
+    the remaining devices is returned.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:

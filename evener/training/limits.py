@@ -174,9 +174,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
     """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
-    It is the fraction `relative` of the part, but at most the fraction `left` of the rest of the
-    step. The rest was also measured, and it is what remains when the remedy removes the part, so
-    its error limits the part's error.
+    It is the smaller of two bounds. One is the fraction `relative` of the part. The other is the
+    fraction `left` of the rest of the step, which was measured, too: the rest is what remains when
+    the remedy removes the part, so an error of the part is an error of the rest.
     """
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 

@@ -31,18 +31,19 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """True if a stream is the current one, which computes.
+    """True if `stream` is the current stream, in which the device computes.
 
-    FSDP's streams wait for it, too, before they communicate. That is no wait of the computation,
-    and each mark of a wait takes microseconds.
+    FSDP's streams also wait, for the current stream, before they communicate. These waits aren't
+    timed, because they don't delay the computation, and timing each of them takes microseconds.
     """
     return bool(stream == torch.cuda.current_stream(stream.device))
 
 
 def _watch(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
-    """Replace a class's method, so that timers know when it waits.
+    """Replace a method of the class `kind` so that timers know when the program waits in it.
 
-    `counts` says whether a call for an object is such a wait; by default each one is.
+    `counts` returns True for an object whose calls of the method are such waits. By default, every
+    call is one.
     """
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):

@@ -39,10 +39,10 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `training` is False for validation. `tail` shows which batches give the ranks other weights
-    than a full batch does: None means no batch, a number means only the last batch, which has
-    that many rows, and any other object means that any batch may. `by_length` is True if rows are
-    assigned by length, so that a batch must not be cut into passes. `loader()` returns the
+    `training` is False for validation. `tail` says in which batches the ranks have other weights
+    than in a full batch: None means in no batch, a number means only in the last batch, which has
+    that many rows, and any other object means that it may be any batch. `by_length` is True if rows
+    are assigned by length, so that a batch must not be cut into passes. `loader()` returns the
     loader, or None if it no longer exists.
     """
 
@@ -430,11 +430,11 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """A DataLoader over this rank's part of each global batch, for a trainer's loop.
 
     The trainer sets `done` to the number of this epoch's batches that it has computed. With
-    `ahead`, the next batch is fetched before a batch is yielded, as in accelerate's loader, so that
-    a callback's change to a collator first affects the same batch with and without a plan. The
-    callback `begins` is called when a loop begins, and `asks` whenever the loop requests a batch,
-    which means that it has computed the previous one. `steps` is the batch sampler, and `options`
-    are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also under other shares if the
+    `ahead`, each batch is fetched one step early, as in accelerate's loader: if a callback changes
+    the collator, the same batch is then the first to change with and without a plan. The callback
+    `begins` is called when a loop begins, and `asks` whenever the loop requests a batch, which
+    means that it has computed the previous one. `steps` is the batch sampler, and `options` are
+    passed to DataLoader. `load_state_dict` resumes in mid-epoch, also under other shares if the
     global batch is the same.
     """
 

@@ -219,9 +219,10 @@ def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors in a parameter's optimizer state that are sharded with it.
+    """Return the names of the tensors in a parameter's optimizer state that are sharded.
 
-    These are the tensors with at least one axis, such as "exp_avg", but not step counters.
+    They are sharded like the parameter. These are the tensors with at least one axis, such as
+    "exp_avg", but not step counters.
     """
     return [kind for kind, value in state.items() if _is_shard(value)]
 
@@ -390,7 +391,7 @@ Value = TypeVar("Value")
 
 
 def _from_first(own: Value) -> Value:
-    """Return the value that rank 0 passes on every rank; every rank has to call this function."""
+    """Return rank 0's `own` on every rank; every rank has to call this function."""
     if is_alone():
         return own
     with own_collectives():

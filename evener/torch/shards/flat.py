@@ -114,9 +114,10 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtypes in which they are computed, if that is shorter.
+        """From now on, send gradients in the dtypes in which they are computed, if it saves bytes.
 
-        Each backward pass must end in a reduction then, because gradients don't accumulate.
+        Such gradients don't accumulate over backward passes, so each backward pass must then end in
+        a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -266,9 +267,10 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
-        """Add the reduced gradients of this rank's shard to those that it has.
+        """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
-        With `keeps`, the tensor `summed` itself may become the gradient.
+        If the shard has none, `summed` itself may become the gradient with `keeps`; otherwise it is
+        copied.
         """
         if not any(slot.received or slot.piece.grad is not None for slot in self.slots):
             shard = self._make_views(summed if keeps else None)

@@ -19,8 +19,8 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
     is measured without other ranks: it fills gathered parameters with copies of its own shard, and
-    reduces its gradients with no other rank. `first` is the first rank that computes rows; its
-    buffers are copied to all ranks.
+    its gradients aren't summed with those of other ranks. `first` is the first rank that computes
+    rows; its buffers are copied to all ranks.
     """
 
     rank: int

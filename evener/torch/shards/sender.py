@@ -92,9 +92,10 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return the part of each rank in the tensor that is sent.
+        """Return each rank's part of the tensor that is sent, by rank.
 
-        Those of the `others` come first, in the order of ranks. This rank's own isn't sent.
+        The tensor has the parts of the `others` first, in their order. This rank's own part comes
+        last, and isn't sent.
         """
         order = [*others, self._rank]
         parts = self._sent.split([sizes[rank] for rank in order])
@@ -103,7 +104,8 @@ class GradientSender:
     def take(self, weight: float) -> None:
         """Take the gradients of the whole parameters, which are 0 if they are None.
 
-        `weight` is this rank's. The gradients aren't needed any more after this call.
+        `weight` is the weight of this rank's gradients. After this call, the parameters' own
+        gradients aren't needed any more.
         """
         self._weight = weight
         self._sent.untyped_storage().resize_(len(self._sent))
@@ -164,7 +166,8 @@ class GradientSender:
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
     """True if no rank needs more memory for received gradients than for a sum in float32.
 
-    `ranges` are the ranks' ranges of a flat's elements. A rank receives its range from each other.
+    `ranges` are the ranks' ranges of a flat's elements. From each other rank, a rank receives the
+    gradients of its own range.
     """
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
@@ -187,7 +190,8 @@ def _find_targets(
 ) -> list[tuple[int, int, torch.Tensor]]:
     """Return where the gradient of a parameter goes: ranges of its elements, and their places.
 
-    `pieces` and `parts` are those of each rank.
+    `pieces` has the dtype ranges of each rank's part, and `parts` has the parts themselves, by
+    rank.
     """
     found = []
     for rank, listed in enumerate(pieces):

@@ -50,7 +50,7 @@ class Slot:
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
         """Return the dictionaries of modules that have the parameter, and its name in each.
 
-        Without recurrent layers' dictionaries, for which use `point_to`.
+        The dictionaries of recurrent layers aren't included; use `point_to` for these layers.
         """
         return [
             (own_parameters(module), name)
