@@ -76,7 +76,7 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
             release_others()
             _keep_to(launched_device())
         else:
-            _refuse_missing_ranks(place)
+            _refuse_missing_ranks(place, given)
             _take_device(place)
         _place = place
     return wrapped(*arguments, **keywords)
@@ -122,23 +122,35 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
     return _address_of(None, variables) == _own_address() or not _has_sibling(variables)
 
 
-def _refuse_missing_ranks(place: GroupRank) -> None:
+def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    That happens if the program's first process creates a group of another size than the number of
-    evener's ranks, but hasn't started any process for it. For example, the program's own options
-    may list fewer GPUs than evener has devices.
+    This is so if the program's first process itself makes a group of another size than the number
+    of evener's ranks, on this machine, and has started no process: a list of GPUs in a program's
+    own options may be shorter than that of evener's devices. `given` has the arguments of
+    `init_process_group`.
     """
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
         return
-    if psutil.Process().children():
+    if not _is_local(given) or psutil.Process().children():
         return
     raise RequestError(
         f"The program makes a group of {place.world} processes, and evener run has one for each of "
         f"{world} devices.",
         "Name as many devices as the program takes, such as --devices gpu:0,gpu:1.",
     )
+
+
+def _is_local(given: dict[str, Any]) -> bool:
+    """True if a group's processes certainly meet on this machine.
+
+    `given` has the arguments of `init_process_group`.
+    """
+    method = given.get("init_method")
+    if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
+        return False
+    return _address_of(method, dict(os.environ)).startswith("127.0.0.1:")
 
 
 def _own_address() -> str:

@@ -133,6 +133,12 @@ def test_a_process_that_a_program_has_started_is_no_rank_of_evener_s(
     assert (group.current_rank(), os.environ[launched.DEVICE]) == (1, "GPU-b")
 
 
+def test_a_group_over_several_machines_waits_for_its_other_ranks(released: Path) -> None:
+    """Only one process of it is here, and others are started there."""
+    released.with_name(f"{released.name}.first").write_text(str(os.getpid()))
+    begin(rank=0, world_size=3, init_method="tcp://192.0.2.1:29500")
+
+
 @pytest.mark.parametrize("starts_another", [False, True])
 def test_a_group_whose_other_ranks_never_start_is_refused(
     released: Path, starts_another: bool
