@@ -24,10 +24,6 @@ from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
 from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
-# relative gain that is worth the rest of the time even if only a lone step fits: curves with few
-# points are wrong by a third, and the split still gains then
-WORTH_A_LONE_STEP = 0.5
-
 
 class SplitStage:
     """Chooses the splits to measure, and a device to measure while the others are idle.
@@ -83,7 +79,7 @@ class SplitStage:
             most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
             return Probe(layout, stage, most)
         lone = self._budget.affords(layout, Stage.RACE, seconds, reserved=after, steps=LONE_STEPS)
-        if lone and wanted.samples_per_second > (1 + WORTH_A_LONE_STEP) * self._best_rate:
+        if lone and wanted.samples_per_second > self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
