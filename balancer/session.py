@@ -265,7 +265,7 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start two timers that stop running probes after the budget, and return them.
+        """Start two timers that stop running probes when the budget is used up, and return them.
 
         The first stops all probes, unless one of them is running steps. The second, after the grace
         period, stops them in any case. There are no timers without a budget, or for a simulated

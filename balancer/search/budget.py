@@ -227,8 +227,8 @@ class Budget:
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
         """Return the budget, in seconds, that would have left `grown_seconds` for larger packs.
 
-        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent, including the
-        time that was spent up to the first turns.
+        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent. The time spent
+        before, on exploration and the first turns, counts towards that fraction.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS

@@ -180,7 +180,7 @@ class DeviceModel:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
         It is larger than the largest batch that ran only by a limited factor. If the global batch
-        is free, its steps must also be quick enough for the time left.
+        is free, a step of this batch must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -194,9 +194,9 @@ class DeviceModel:
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
 
-        If the curve rises, it predicts longer steps, and the factor is infinite. If it is level, a
-        longer step may come as a surprise: in the worst case, time grows in proportion to the
-        batch. The time left then limits the factor.
+        A curve that rises predicts how long a larger batch takes, so the factor is infinite. A
+        level curve doesn't: in the worst case, time grows in proportion to the batch from now on.
+        The time left then limits the factor.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)

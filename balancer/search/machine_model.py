@@ -126,7 +126,7 @@ class MachineModel:
     def others_idle(self) -> dict[int, Timed]:
         """Each device's best measurement while the others were idle, by position.
 
-        Only measurements that still fit and have the requested batch count.
+        A measurement counts only if its layout has the requested batch and still fits.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
@@ -219,10 +219,10 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) that each device should have in a split.
+        """Return the compute time (own work) that each device should have in a split, in seconds.
 
-        It is predicted from the device's times alone, in seconds. The devices are in the order of
-        the active devices; those that never ran alone are left out.
+        It is predicted from measurements in which the device ran alone. The times are in the order
+        of the active devices; devices that never ran alone are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]

@@ -245,8 +245,8 @@ class Race:
         """Return the rivals that deserve another turn, and whether there is a tie.
 
         A tie is a pair of layouts that the rest of the budget can't tell apart. Only turns with a
-        lower number than `before` count. If some rivals were measured only once and throttled, only
-        they are returned, because nothing can be decided without another turn of them.
+        lower number than `before` count. If a device was throttled in the only turn of some rivals,
+        just these rivals are returned, because nothing can be decided without another turn of them.
         """
         turns = {}
         for one in rivals:

@@ -390,8 +390,8 @@ class Sharding:
     def _without_state(self, one: Timed) -> tuple[int | None, ...]:
         """Return the bytes that each device's rows took, without its part of the state.
 
-        The value is None for a device that used no more memory than its part of the state and the
-        gathered units, because the bytes of its rows can't be computed from that.
+        They are None for a device that used no more than its part of the state and the gathered
+        units, because its measurement doesn't show how much of that the rows took.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)

@@ -1,11 +1,11 @@
 """The first stage: every device runs alone, all at the same time, with a few batches each.
 
-Two small batches give a first curve and the memory per row. Then an optimistic layout, the fastest
-if every curve were as fast as its points allow, shows which shares are worth a measurement: shares
-beyond all measured batches, or in a gap between two points in which time may rise only late. A
-round is one probe of each device that takes part. Another round is measured while that layout
-promises to gain more than the round costs. A device that would keep the others waiting for little
-gain is left out of a round.
+A round is one probe of each device that takes part. Rounds of two small batches give a first curve
+and the memory per row. The next rounds measure shares of an optimistic layout: the one that would
+be fastest if every device were as fast as its points allow. A share is worth a measurement if it is
+larger than all measured batches, or if it is in a gap between two points in which the time may rise
+only late. Rounds go on while that layout promises to gain more than a round costs. A device that
+would keep the others waiting for little gain is left out of a round.
 """
 
 from __future__ import annotations

@@ -226,9 +226,9 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
     """Return how many more seconds per sample the second training spends on rare work.
 
     Rare work is work that isn't in every step, such as checkpoints: the parts of a step in `RARE`.
-    For each of these parts, only what is certain of the difference counts. Other programs slow
-    these parts as much as computing, so the means are corrected for that. Return 0 if other
-    programs disturbed a training too much.
+    Only the certain part of each difference counts. Other programs slow rare work as much as
+    computing, so the means are corrected for that. Return 0 if other programs disturbed a training
+    too much.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
