@@ -137,7 +137,7 @@ class FitHooks:
     def _with_signature(self, name: str) -> Any:
         """Return this object's `fit` or `evaluate` with the signature of Keras' method.
 
-        An error in it also makes the other processes of a group fail.
+        If a call raises an error, the other processes of a group fail, too.
         """
         hook = getattr(self, name)
 

@@ -176,7 +176,7 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device of a rank: the rank's record, the device's entry in it, and its step metrics."""
+    """A device of a rank: the rank's record, the device's entry in it, and the device's metrics."""
 
     record: LiveRecord
     live: LiveDevice

@@ -10,10 +10,10 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums of the durations of a device's last steps.
 
-    `record` is its process's record, and `live` the device's entry in it. The record's own sums are
-    for the whole process. If they are missing, or the process has several devices and this one
-    reports its own compute time (own work), the result is a single step made from the medians.
-    Without medians, it is empty.
+    `record` is its process's record, and `live` the device's entry in it. The record has sums for
+    the whole process. They aren't used if the process has several devices and this one reports its
+    own compute time (own work). Without usable sums, the result is a single step made from the
+    medians or, if there are no medians either, empty.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent

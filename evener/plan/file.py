@@ -224,8 +224,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
 
-    Reading it also records that this process uses its plan, for `evener launch`. If the file isn't
-    a valid plan, raises PlanError, which names the invalid value and its key.
+    Also record for `evener launch` that this process uses its plan. If the file isn't a valid plan,
+    raises PlanError, which names the invalid value and its key.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()

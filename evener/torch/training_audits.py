@@ -177,7 +177,7 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, and no difference has to be confirmed.
+        """True once ranks have compared an audit, and no difference is waiting for confirmation.
 
         A difference that may come from rounding is confirmed by the next audits.
         """

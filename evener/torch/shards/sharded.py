@@ -237,7 +237,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit that has computed, unless it is the first one in the backward pass.
+        """Free a unit that has computed, unless the backward pass begins with this unit.
 
         `outputs` are the results of the unit.
         """

@@ -230,7 +230,7 @@ def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove batches that no forward pass will compute any more from the list, in place.
+    """Remove from the list, in place, the batches that no forward pass will compute any more.
 
     All `batches` are from one epoch. If a forward pass has used the newest batch, all earlier ones
     are removed. While there are more than two batches, the oldest is removed if the loop no longer
