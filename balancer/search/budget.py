@@ -253,8 +253,8 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the duration of a probe without its start and its timed steps, in seconds.
 
-        It is the shortest measured one of this layout, or that of a typical probe with steps of
-        `step_seconds` if the layout was never measured.
+        If the layout was measured before, it is the shortest duration measured. Otherwise a typical
+        probe with steps of `step_seconds` is assumed.
         """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
@@ -262,8 +262,8 @@ class Budget:
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds longer the first step of a layout's probe takes than a later one.
 
-        It is the least difference in this layout's probes, or that of a typical probe with steps of
-        `step_seconds` if the layout was never measured.
+        If the layout was measured before, it is the smallest difference measured. Otherwise a
+        typical probe with steps of `step_seconds` is assumed.
         """
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds

@@ -267,8 +267,8 @@ class DeviceModel:
     def extra_seconds(self) -> float:
         """The seconds that each further pass adds to the time of its rows.
 
-        They are measured in splits or, if no split had several passes, alone. They are 0 before any
-        step in several passes ran.
+        They are measured in splits or, if no split had several passes, on the device alone. They
+        are 0 before any step in several passes ran.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]

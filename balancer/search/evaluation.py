@@ -329,8 +329,9 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race (`raced`), and measured layouts of requested families whose
-        shares clearly differ from those of all layouts of the race.
+        They are the layouts of the race (`raced`), and measured layouts of requested families that
+        aren't in the race. The shares of the latter must clearly differ from the shares of all
+        layouts of the race.
         """
         fit = [
             one
@@ -456,7 +457,7 @@ class Evaluation:
         return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Return each device's best result alone, by position; None if it never ran alone."""
+        """Return the best result of each device alone, by position; None if it never ran alone."""
         alone = [one for one in self.results() if one.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))

@@ -59,8 +59,8 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
     """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
     Costs are a linear function of the number, and never decrease. If all samples have the same
-    number, the cost of smaller numbers is assumed to be proportional, and that of larger numbers
-    the same. Without samples, all costs are 0.
+    number, smaller numbers are assumed to cost less in proportion, and larger numbers to cost the
+    same. Without samples, all costs are 0.
     """
     # the cost of k devices depends on the number of others, k - 1
     found = []

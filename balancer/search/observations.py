@@ -119,7 +119,7 @@ class Observations:
     def timed(self, *stages: Stage) -> list[Timed]:
         """Return the timed observations of some stages, in the order of `in_stage`.
 
-        By default, they are those of all stages.
+        Without arguments, return the timed observations of all stages.
         """
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
@@ -167,8 +167,8 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a layout's checks and its turns since the first check, if the machine changed.
 
-        The machine has changed if the layout has become slower: the intervals of all checks are
-        below those of all turns before the first check. Otherwise return an empty dict.
+        The machine has changed if the layout has become slower: the interval of every check is
+        below the intervals of all turns before the first check. Otherwise return an empty dict.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -228,9 +228,9 @@ class Observations:
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
         """Return the observations whose layouts may run again.
 
-        A layout may not run again if a layout on the same devices, with no more rows on any of
-        them, ran out of memory, if other processes now hold memory that it needs, or if a device
-        has gone.
+        A layout may not run again in three cases: another layout on the same devices, with no more
+        rows on any of them, ran out of memory; other processes now hold memory that the layout
+        needs; or a device has gone.
         """
         full = []
         for seen in self._seen.values():
@@ -399,10 +399,10 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns without those in which a device was throttled.
+    """Return the turns in which no device was throttled; if there are none, return all turns.
 
-    If a device was throttled in all of them, return all. If some of the remaining turns timed
-    several steps, those that timed a single step are left out too, because their error is unknown.
+    If some of these turns timed several steps, turns that timed a single step are left out too,
+    because their error is unknown.
     """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

@@ -116,7 +116,7 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without those that a measurement can't tell from an earlier split.
+    """Return the candidates, except any that a measurement can't tell from an earlier split.
 
     Layouts whose rows are assigned by cost are all returned.
     """

@@ -61,9 +61,9 @@ class Predictions:
     def fastest_split(self) -> Allocation | None:
         """The split with the highest predicted samples/s that should fit; None if there is none.
 
-        The shares are limited to those for which the curves can be trusted, unless a fixed batch
-        needs larger ones. Shares are computed in several passes only if memory limits a device's
-        share, and if passes gain enough to be worth a measurement.
+        Unless a fixed batch needs larger shares, each device's share is limited to batches for
+        which its curve can be trusted. Shares are computed in several passes only if memory limits
+        a device's share, and if passes gain enough to be worth a measurement.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
@@ -230,7 +230,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return, for each device, its smallest batch that reaches `rate` samples/s alone.
+        """Return the smallest batch with which each device alone reaches `rate` samples/s.
 
         The entry is None for a device that doesn't reach the rate.
         """

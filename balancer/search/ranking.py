@@ -133,8 +133,8 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     - Otherwise, if the global batch is free, there is a tolerance, and the fastest layout has no
       knobs and is no pack or placement: the layout with the smallest global batch within the
       tolerance of the fastest.
-    - In all other cases: the simplest layout of those that differ from the fastest by less than 1 %
-      or, if the tolerance is smaller, by less than the tolerance.
+    - In all other cases: the simplest layout that is slower than the fastest by less than 1 %, or
+      by less than the tolerance if that is smaller.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
 

@@ -353,9 +353,10 @@ class RowPolicy:
         """Return an even split over the devices at `positions`; None if none fits.
 
         A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
-        rows as the first of `splits` has per device. Without splits, it gets the smallest of the
-        devices' best batches alone. If these rows don't fit, each device gets as many as certainly
-        fit. A fixed batch may be reduced like that only if `whole` is False; otherwise return None.
+        rows as the first of `splits` has per device. Without splits, the devices' best batches
+        alone are compared, and each device gets the smallest of them. If these rows don't fit, each
+        device gets as many as certainly fit. A fixed batch may be reduced like that only if `whole`
+        is False; otherwise return None.
         """
         count = len(positions)
         quantum = self.machine.quantum

@@ -445,8 +445,8 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
     """Return the fixed seconds of a device's step, and the additional seconds per row.
 
     They are the intercept and slope of the line through the device's smallest and largest batch.
-    The slope is at most that of the line from the origin through the largest batch, and at least
-    the fraction `LEAST_GROWTH` of it.
+    The slope is at most the largest batch's seconds per row, and at least the fraction
+    `LEAST_GROWTH` of them.
     """
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
@@ -466,10 +466,11 @@ def divide_state(
 ) -> StateDivision | None:
     """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. For a free batch, the rows are those with the
-    highest expected samples/s that fit in one pass. `limits` are the devices' bytes. The state must
-    fit together with at least one row on each device. Devices at the positions `without_rows` only
-    hold a part of the state; in their first pass, they compute one filler row that doesn't count.
+    A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
+    pass and give the highest expected samples/s are chosen. `limits` are the devices' bytes. The
+    state must fit together with at least one row on each device. Devices at the positions
+    `without_rows` only hold a part of the state; in their first pass, they compute one filler row
+    that doesn't count.
     """
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:

@@ -165,7 +165,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batch sizes, with those of further devices that join the round.
+        """Return the round's batch sizes, including those of further devices that join it.
 
         All devices should compute at the same time, as in a split. So a device joins with a batch
         that is new to it, in one of two cases:
@@ -187,7 +187,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return a round's batches, with those of devices that would otherwise be idle in it.
+        """Return a round's batches, with batches for devices that would otherwise be idle in it.
 
         These devices measure their share of the optimistic layout, if that shows something new and
         doesn't prolong the round.
@@ -201,7 +201,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round so cheap that it may run without an expected gain; empty if no round is.
+        """Return a round that is cheap enough to run without an expected gain; empty without one.
 
         It measures the even share of a fixed batch if that is larger than all batches that ran.
         Otherwise it measures the middle of a gap between two batches, in case the samples/s have a

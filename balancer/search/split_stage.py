@@ -177,11 +177,11 @@ class SplitStage:
     def _next_single(self) -> Allocation | None:
         """Return the device to measure next while the others are idle, at its best batch.
 
-        It is the device with the highest predicted samples/s of those in
-        `_never_measured_with_others_idle`. It may beat all splits because it computes a larger
-        batch, or because it runs without contention. Return None if no device is expected to win,
-        or if the first split hasn't been measured yet. If the batch is fixed or there is only one
-        device, a batch that may not fit is tried even if it isn't expected to win.
+        Of the devices in `_never_measured_with_others_idle`, it is the one with the highest
+        predicted samples/s. It may beat all splits with a larger batch, or because it runs without
+        contention. Return None if no device is expected to win, or if the first split hasn't been
+        measured yet. If the batch is fixed or there is only one device, a batch that may not fit is
+        tried even if it isn't expected to win.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:

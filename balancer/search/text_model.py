@@ -81,10 +81,11 @@ def fit_rates(
 ) -> tuple[tuple[float, ...], float]:
     """Solve a weighted non-negative least-squares problem.
 
-    Return the rates, and the sum of squared residuals. Each row of the matrix `rows` is an
-    equation: the sum of its amounts, each times the rate of its column, is its value in `values`. A
-    residual is divided by the standard error in `errors`. If columns are collinear, so that the
-    equations can't tell them apart, only one of them gets a rate above 0.
+    Return the rates, and the sum of squared residuals. The matrix `rows` has an amount for each
+    equation (row) and each rate (column). In each equation, the sum of amount times rate should be
+    the equation's value in `values`. A residual is divided by the standard error in `errors`. If
+    columns are collinear, so that the equations can't tell them apart, only one of them gets a rate
+    above 0.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -225,16 +226,18 @@ class TextModel(MachineModel):
     def costs(self) -> tuple[StepCost | None, ...]:
         """Each device's cost in splits.
 
-        It is the cost alone, multiplied by the ratio of the compute time (own work) in splits to
-        the predicted compute time alone.
+        It is the device's cost when it runs alone, multiplied by how much longer its compute time
+        (own work) in splits is than that cost predicts.
         """
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return the ratio of a device's compute time (own work) in splits to its predicted time
-        alone.
+        """Return how many times as long a device computes in splits as its cost alone predicts.
+
+        The compute time in splits is the measured own work. `alone` is the device's cost when it
+        runs alone.
         """
         own = 0.0
         expected = 0.0
@@ -257,10 +260,10 @@ class TextModel(MachineModel):
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return each device's compute time (own work) in a split, predicted from its cost alone.
+        """Return the compute time (own work) that each device should have in a split.
 
-        The times are in seconds, in the order of the active devices; devices whose cost or work is
-        unknown are left out.
+        It is predicted from the device's cost when it runs alone. The times are in seconds, in the
+        order of the active devices; devices whose cost or work is unknown are left out.
         """
         found = []
         for position in split.probe.layout.active:

@@ -43,7 +43,7 @@ class TextPolicy:
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """Return the layout of the global batch on the device that computes it fastest alone.
+        """Return the layout of the global batch on the device that computes it fastest on its own.
 
         A device is left out if that layout has failed on it in the race. Return an empty list if no
         device can hold the longest row.

@@ -59,9 +59,9 @@ class TimeLeft:
 
         The factor is for a level curve, which shows nothing about larger batches: in the worst
         case, a step takes longer in proportion to the batch. Even then, two steps must fit in a
-        fixed part of the time that exploration has left. If steps are so slow that probes time only
-        one, that one may take `BOLD` times all of that time. The factor is at least 1, and infinite
-        if `step_seconds` is 0.
+        fixed part of the time that exploration has left. If steps are so slow that a probe times
+        only one, this step may take `BOLD` times the time left. The factor is at least 1, and
+        infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf

@@ -168,9 +168,9 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
     """True if the device at `position` ran out of memory in this observation.
 
-    If the observation doesn't say which device it was, it is assumed to be the one whose share was
-    the largest relative to the largest batch that it ran alone. An observation doesn't count if
-    other processes held memory at that time that is free again now.
+    An observation may not name the device. It was then probably the device with the largest share,
+    relative to the largest batch that each device ran alone. An observation doesn't count if other
+    processes held memory at that time that is free again now.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -238,11 +238,11 @@ def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -
 
 
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was throttled; empty unless it still is.
+    """Return the measurements in which the device was throttled, if it is still throttled.
 
-    A device is assumed to be still throttled if it was throttled in its last check or, before any
-    check, in all of its splits and turns of the race. With a single measurement, throttling is
-    assumed to be brief, so the list is empty.
+    It is assumed to be still throttled if its last check was throttled or, before any check, all of
+    its splits and turns of the race were. Otherwise the list is empty. It is also empty for a
+    single measurement, in which throttling is assumed to be brief.
     """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]

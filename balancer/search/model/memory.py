@@ -2,9 +2,10 @@
 
 Memory use is extrapolated with the line through the two largest distinct batches ("memory line"):
 the next guess is the batch at which the line reaches the device's memory. A guess that runs out of
-memory refutes the line. From then on, the next attempt exceeds the largest batch that ran by a
-quarter of the gap to the smallest that failed, because a failure costs more than a batch that runs.
-If memory use in bytes is unknown, the batch grows by a factor until it fails.
+memory refutes the line. From then on, the next attempt is in the gap between the largest batch that
+ran and the smallest that failed, a quarter of the gap above the former, because a failure costs
+more than a batch that runs. If memory use in bytes is unknown, the batch grows by a factor until it
+fails.
 """
 
 from __future__ import annotations
