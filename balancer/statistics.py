@@ -63,10 +63,10 @@ def find_correlation(values: Sequence[float]) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of the 95 % interval of a step that was timed only once.
 
-    `seconds` is its duration, and `first_seconds` that of the step before. The variance is pooled
-    from two sources: the usual variance of steps (`LONE_ERROR`), and the difference of these two
-    steps. If the first step took over 20 % longer, it also traced or tuned kernels, and the
-    difference isn't used.
+    `seconds` is the step's duration, and `first_seconds` the duration of the step before. The
+    variance is pooled from two sources: the usual variance of steps (`LONE_ERROR`), and the
+    difference of these two steps. If the first step took over 20 % longer, it also traced or tuned
+    kernels, and the difference isn't used.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)

@@ -206,8 +206,8 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """A device, layout, family of layouts or host that the plan doesn't use, and the reason.
 
-    `kind` says which of them `name` is. For the kind "request", `detail` is a message about the
-    user's request. Numbers that don't apply to the reason are 0.
+    `kind` says whether `name` is a device, a layout and so on. For the kind "request", `detail` is
+    a message about the user's request. Numbers that don't apply to the reason are 0.
     """
 
     kind: Literal["device", "layout", "family", "host", "request"]

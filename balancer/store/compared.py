@@ -155,7 +155,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return the windows of a training since its last start, without those of the warm-up.
+    """Return the windows of a training since its last start, except during warm-up.
 
     Raises RequestError if too few are left.
     """

@@ -182,7 +182,7 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Try to lock an open file for this process alone.
+    """Try to lock an open file, so that no other process can lock it.
 
     Return None on success. Otherwise return the pid of the process that holds the lock, or 0 if the
     kernel doesn't report it.

@@ -64,8 +64,9 @@ def compare_quick_steps(
 
     `trainings` has the windows of two trainings. If `same_loop`, the fixed loop takes equally long
     in both on equally fast cores. Otherwise, for example with another version of Python, each
-    training is assumed to have had a core at full speed in its fastest windows. The error is that
-    of the ratio of the two steps, relative to it, and half of a 95 % interval.
+    training is assumed to have had a core at full speed in its fastest windows. The error belongs
+    to the ratio of the two steps: it is half of the ratio's 95 % interval, as a fraction of the
+    ratio.
     """
     slowed = _find_slowed(trainings, same_loop)
     times = [[math.log(window.step_s) for window in each] for each in trainings]
@@ -134,7 +135,7 @@ def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) ->
 
 
 def _find_quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
-    """Return the value at or below which the fraction `part` of the weight is."""
+    """Return the lowest value at which the fraction `part` of the total weight is reached."""
     wanted = part * math.fsum(weights)
     below = 0.0
     pairs = sorted(zip(values, weights, strict=True))

@@ -476,7 +476,7 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a session again, from its journal alone.
+    """Yield the events of a session again; only its journal is needed.
 
     A new search gets the recorded observations, to compute what it predicted. If the run failed,
     its error is raised at the end, as its session did.

@@ -343,11 +343,11 @@ def part_of_loss(
 ) -> Any:
     """Return how much the rows in `batch` contribute to the whole batch's loss.
 
-    `batch` is (x, y, outputs, weight). `losses` are those that layers added, then the
-    regularizers'. `found` says how the losses of parts combine. `parts` has two fractions of the
-    whole batch: that of the rows, for `losses`, and that of the tokens or whatever else the model's
-    own loss is a mean over. Both are 0 for a filler row, because the loss of an empty batch may be
-    NaN.
+    `batch` is (x, y, outputs, weight). `losses` are the losses that layers added, then the
+    regularizers' losses. `found` says how the losses of parts combine. `parts` has two fractions of
+    the whole batch: the fraction of its rows, for `losses`, and the fraction of the tokens, or of
+    whatever else the model's own loss is a mean over. Both are 0 for a filler row, because the loss
+    of an empty batch may be NaN.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)

@@ -132,8 +132,8 @@ class HostJob(msgspec.Struct, frozen=True):
         """Return the environment variables with which to start this host's processes.
 
         All processes get the same variables. One of them, STARTS, encodes the variables that differ
-        between processes; `start_rank` decodes it. `more` adds variables to those of each process,
-        with one dictionary per process.
+        between processes; `start_rank` decodes it. `more` has one dictionary per process, with
+        further variables for that process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -54,7 +54,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next rendezvous, of this agent alone, without waiting.
+        """Return the next rendezvous, in which only this agent takes part, without waiting.
 
         It contains the address that the agent's processes use.
         """

@@ -596,7 +596,7 @@ def _whole(samples: object) -> int:
 def _reset_all() -> None:
     """Reset all reporters in a forked child.
 
-    The child then reports from zero as a process of its own, and leaves its parent's files alone.
+    The child then reports from zero as a process of its own, and doesn't touch its parent's files.
     """
     for reporter in list(_reporters):
         reporter._reset()

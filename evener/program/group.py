@@ -125,9 +125,9 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    This is so if the program's first process itself makes a group of another size than the number
-    of evener's ranks, on this machine, and has started no process: a list of GPUs in a program's
-    own options may be shorter than that of evener's devices. `given` has the arguments of
+    That happens if the program's first process creates a group on this machine whose size isn't the
+    number of evener's ranks, but hasn't started any process for it. For example, the program's own
+    options may list fewer GPUs than evener has devices. `given` has the arguments of
     `init_process_group`.
     """
     world = os.environ.get("WORLD_SIZE")
