@@ -16,7 +16,7 @@ from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
-    """Return the names of the parameters to write: those that PEFT saves, and all trained ones.
+    """Return the names of the parameters to write: all that PEFT saves, and all that are trained.
 
     PEFT may save more than adapters, such as resized embeddings. It is therefore called with a
     state dict of empty tensors to see which of them it saves.

@@ -143,7 +143,7 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield dicts of copies in host memory, of FILE_BYTES or a little more; on rank 0 alone."""
+    """Yield dicts of copies in host memory, of FILE_BYTES or a little more; on rank 0 only."""
     if sharded.place.rank:
         return
     copied, size = Tensors(), 0

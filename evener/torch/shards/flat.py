@@ -291,7 +291,7 @@ class Flat:
         shard.add_(summed)
 
     def forget(self) -> None:
-        """Drop the gradients of this flat, including those of a backward pass that failed."""
+        """Drop the gradients of this flat, even if they come from a backward pass that failed."""
         for work in self._work:
             work.wait()
         if self._grads is not None:

@@ -27,8 +27,8 @@ class PassRecord:
     """The collectives of one pass, for inputs of certain shapes.
 
     `shapes` has the shapes and dtypes of the inputs. `forward` lists the collectives of the model's
-    forward pass and `backward` those of its backward pass, in order. `unsent` are the units whose
-    gradients aren't reduced until the end of the backward pass.
+    forward pass, and `backward` the collectives of its backward pass, in order. `unsent` are the
+    units whose gradients aren't reduced until the end of the backward pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:

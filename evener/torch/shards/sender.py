@@ -2,8 +2,8 @@
 
 Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
-of its shard. The sums are those of a reduction in that dtype, and bfloat16 gradients of float32
-parameters need half the bytes.
+of its shard. The result is the same as if gradients were reduced in the dtype of the shard, but
+bfloat16 gradients of float32 parameters need only half the bytes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class DtypeRange(NamedTuple):
 
 
 class GradientSender:
-    """Sends the gradients of a flat's parameters, and adds up those that it receives.
+    """Sends the gradients of a flat's parameters, and adds up the gradients that it receives.
 
     `place` is this rank's ShardRank, `slots` are the flat's parameters, and `segments` their
-    dtypes. `ranges` are the ranks' ranges of the flat's elements. `dtype` is that of the shards.
-    `taken_bytes` are allocated from `take` to `add_up`, and `received_bytes` from `send` to
+    dtypes. `ranges` has each rank's range of the flat's elements, and `dtype` is the dtype of the
+    shards. `taken_bytes` are allocated from `take` to `add_up`, and `received_bytes` from `send` to
     `add_up`.
     """
 

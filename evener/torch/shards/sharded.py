@@ -161,8 +161,8 @@ class Sharded:
     def has_any(self, parameters: set[int]) -> bool:
         """Return False if none of these parameters is sharded; otherwise raise RequestError.
 
-        `parameters` are their ids. An exchange calls this method before it sums the gradients of
-        these parameters, because it can't sum those of sharded ones.
+        `parameters` are the parameters' ids. An exchange calls this method before it sums their
+        gradients, because it can't sum the gradients of sharded parameters.
         """
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
@@ -387,7 +387,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """End a pass whose gradients a later pass reduces; parameters stay whole until then."""
+        """End a pass whose gradients a later pass reduces; until then, parameters stay whole."""
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:

@@ -193,7 +193,7 @@ def is_lookup(module: Any) -> bool:
 class Unit:
     """A module whose parameters are gathered together before it computes, and freed together.
 
-    The parameters are stored in flats: each flat has those that have the same dtype and are all
+    The parameters are stored in flats. The parameters of a flat have the same dtype, and are all
     trained or all frozen. `name` is "" for the model itself. `dtype` and `casts` are passed to
     `choose_dtype`, and `held` is the Ledger that counts the unit's bytes.
     """
@@ -303,7 +303,7 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of this unit, including those of a backward pass that failed."""
+        """Drop the gradients of this unit, even if they come from a backward pass that failed."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()

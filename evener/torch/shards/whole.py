@@ -60,8 +60,8 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 class UnitBytes(NamedTuple):
     """The bytes of a unit.
 
-    `gathered` are those of its whole parameters, `gradients` those of their gradients, and `buffer`
-    those of the buffer from which the gradients are reduced.
+    `gathered` has the bytes of its whole parameters, `gradients` the bytes of their gradients, and
+    `buffer` the bytes of the buffer from which the gradients are reduced.
     """
 
     gathered: int
@@ -98,9 +98,9 @@ def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any)
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
-    `parameters` are those of each unit, by the unit's name. Return an empty list if the
-    trained ones, their gradients and their optimizer state would take more than a quarter of
-    the model's bytes.
+    `parameters` has the parameters of each unit, by the unit's name. Return an empty list if the
+    trained ones, their gradients and their optimizer state would take more than a quarter of the
+    model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -215,7 +215,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of all passes, including those of a backward pass that failed."""
+        """Drop the gradients of all passes, even if they come from a backward pass that failed."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None
