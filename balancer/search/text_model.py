@@ -251,7 +251,7 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the costs of these devices in a split or, for a single device, its cost alone.
+        """Return the costs of these devices in a split, or the cost of a single device alone.
 
         Devices whose cost is unknown are left out.
         """

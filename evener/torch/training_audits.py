@@ -530,8 +530,8 @@ class TrainingAudits:
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
         """Return several choices of a few rows of the current batch, in the order to try them.
 
-        The rows of the first choice are fetched from the data set if possible; those of the others
-        are cut from the batch.
+        The rows of the first choice are fetched from the data set if possible. The rows of the
+        other choices are cut from the batch.
         """
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]

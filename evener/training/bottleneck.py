@@ -1,8 +1,8 @@
 """Find what limits a training run's steps: the ranks' compute time (own work), hosts or input.
 
 Moving rows between ranks makes steps faster only if the slowest rank then computes fewer rows in
-less time. It doesn't if a GPU waits for its host to start kernels, or if a rank waits for rows that
-other processes fetch for it. If a CPU is shared with other programs, its speed changes within
+less time. It doesn't help if a GPU waits for its host to start kernels, or if a rank waits for rows
+that other processes fetch. If a CPU is shared with other programs, its speed changes within
 seconds, so more evidence is needed.
 
 This module has no side effects.
@@ -58,7 +58,7 @@ def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
     """Return the minimum number of windows of `window_s` seconds before shares may change.
 
     The result is from 2 to 64. It is 0 if the host or the input is the bottleneck, because other
-    shares wouldn't help then.
+    shares wouldn't help.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

@@ -1,11 +1,11 @@
 """Predict how many rows fit in a rank's memory, from measured peaks.
 
-The memory of a pass is modelled as fixed + rows * per_row, because weights and optimizer state
-don't depend on the rows, but activations do. With only one measured size, all memory is
-assumed to grow with the rows, which overestimates. With several sizes, per_row is the steepest
-slope to the peak at the largest size. It is also at least the memory that isn't held between
-steps, divided by the rows, because the peak at a smaller size may have been too high, for
-example if a loss was checked then.
+The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
+on the rows, and activations do. With only one measured size, all memory is assumed to grow with the
+rows, which overestimates. With several sizes, per_row is the steepest slope to the peak at the
+largest size. The peak at a smaller size may have been too high, for example if a loss was checked
+then. Therefore per_row is also at least the memory that isn't held between steps, divided by the
+rows.
 
 This module has no side effects.
 """

@@ -234,7 +234,7 @@ class Loader:
     def prefetched_rows(self) -> list[int]:
         """Return the row indices of all ranks in the loop's newest batch.
 
-        Before the first batch, return those of the first batch.
+        Before the loop's first batch, return the row indices in that batch.
         """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 

@@ -199,9 +199,9 @@ class BatchTracker:
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training epochs among `epochs` that may contain the current batch.
 
-    They are the epochs that haven't ended or, if there are none, those that have. If each epoch
-    that hasn't ended is at its first batch, an epoch that has ended is included if the loop may
-    still compute its last batch.
+    Usually they are the epochs that haven't ended; if all have ended, all are returned. If each
+    epoch that hasn't ended is at its first batch, an epoch that has ended is included if the loop
+    may still compute its last batch.
     """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]

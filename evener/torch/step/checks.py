@@ -164,7 +164,7 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
     `tensors` is the number of state tensors of each parameter's size that the step also allocates.
-    A step that ran out of memory would leave some parameters updated and others not.
+    A step that ran out of memory halfway would leave only some of the parameters updated.
     """
     for group in optimizer.param_groups:
         trained = [each for each in group["params"] if each.grad is not None]
@@ -209,7 +209,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if the next step would apply gradients of this rank's rows alone."""
+    """Raise RequestError if the next step would apply gradients of only this rank's rows."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}

@@ -59,9 +59,8 @@ class UnownedTensors:
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that belong to modules; every rank has to call this method.
 
-        `parameters` are those to which an optimizer is about to apply gradients. Raises
-        RequestError if some of them belong to no module and have gradients of this
-        rank's rows alone.
+        An optimizer is about to apply the gradients of `parameters`. Raises RequestError if a
+        parameter belongs to no module and its gradient comes only from this rank's rows.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]
@@ -172,7 +171,7 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce in the backward pass `task`, after those of all wrapped models.
+        """Schedule the all-reduce in the backward pass `task`, after all wrapped models' sums.
 
         Then the order of collectives is the same on every rank.
         """

@@ -135,8 +135,8 @@ class BatchWeights(BatchTracker):
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each rank in the current batch.
 
-        After an epoch, these are the numbers in its last batch; before the first epoch, those in a
-        full batch.
+        After an epoch, they are the numbers in its last batch. Before the first epoch, they are the
+        numbers in a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes

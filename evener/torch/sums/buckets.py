@@ -212,7 +212,7 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the gradient at index `place` among those that `fold` has set aside.
+        """Clear the gradient at index `place` of the gradients that `fold` has set aside.
 
         It is called if the loop has cleared this parameter's gradient in the meantime.
         """

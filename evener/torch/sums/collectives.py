@@ -27,7 +27,7 @@ _own = 0  # number of collectives that evener has started
 def count_foreign() -> int:
     """Return the number of collectives, over several ranks, that the program itself has started.
 
-    These are all collectives of this process except those of evener.
+    All collectives of this process count, except evener's own.
     """
     return sum(count_exchanges().values()) - _own
 

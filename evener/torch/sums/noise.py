@@ -132,8 +132,9 @@ class RankNoise:
     def _is_sampled(self) -> bool:
         """True if this step is sampled.
 
-        One of `every` steps is sampled, if weights were updated since the last sum, if all batches
-        of the step have the same rows on each rank, and if two ranks or more have rows.
+        One of `every` steps is sampled, except in three cases: the weights weren't updated since
+        the last sum, the batches of the step don't have the same rows on each rank, or fewer than
+        two ranks have rows.
         """
         if (
             self.steps % self.every or self._updates == self._summed_at
