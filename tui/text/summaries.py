@@ -351,9 +351,10 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def write_part(share: Share) -> str:
-    """Return a device's rows with its passes.
+    """Return a device's share as text: its rows, and the passes into which they are cut.
 
-    For a device without rows, return whether it holds a part of the model's state or is left out.
+    If the device has no rows, the text says whether it holds a part of the model's state or is left
+    out.
     """
     if share.batch:
         return write_share(share.batch, share.micro)
@@ -386,9 +387,9 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has the samples/s and their worth: larger batches learn less from a sample, so the
-    worth is the samples/s in small batches that would learn as fast. The table has no rows if the
-    noise scale is unknown.
+    Each row has a batch size, its samples/s, and their worth in learning. A sample in a large batch
+    teaches the model less, so the worth is the samples/s in small batches that would train the
+    model equally fast. The table has no rows if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -474,9 +475,9 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes on a rival without the gain of the plan (`own`) over it.
+    """Return what a line says about a rival if the gain of the plan (`own`) is given elsewhere.
 
-    If there is no gain, the notes say why. For the sum of solo throughputs, they give the fraction
+    If there is no gain, the text says why. For the sum of solo throughputs, it gives the fraction
     that the plan reaches.
     """
     if rival.gain_of(own) is None or rival.kind == "sum":

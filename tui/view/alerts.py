@@ -77,7 +77,10 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The keys of devices and ids of trainings with reported alerts that are still active."""
+        """The devices and trainings whose problem was reported and still lasts.
+
+        They are given as in `Alert.about`.
+        """
         return frozenset(about for _, about in self._reported)
 
 

@@ -102,7 +102,8 @@ def _solo_progress(state: SessionState) -> str:
 def shares_bar(shares: Sequence[int], width: int) -> Line:
     """Return the shares as one bar of `width` cells, each device in its colour.
 
-    Each device's part but the last ends in a half cell, so that parts are distinct without colours.
+    A device's part of the bar ends in a half cell, except the last part. This keeps the parts
+    distinct without colours.
     """
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -161,10 +162,10 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return bars of samples/s: the best layout so far, and its gain over each rival.
+    """Return a line for each rival with its samples/s as a bar, and the best layout's gain over it.
 
-    A bar is in the rival's line if `width` allows it. Otherwise it is below that line, or left out
-    if `height` doesn't allow it.
+    The best layout so far comes first. If the bars don't fit in these lines, each bar gets a line
+    of its own below; if `height` doesn't allow that, there are no bars.
     """
     found = rivals(state)
     if not found:
@@ -276,8 +277,8 @@ def versus_tone(text: str) -> Tone:
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return lines on what the search does and why, its progress, and the latest measurements.
 
-    Warnings take at most a third of `height`. While the search runs, they also leave at least two
-    lines for measurements.
+    Warnings take at most a third of `height`. While the search runs, at least two lines are kept
+    free of warnings for the measurements.
     """
     said = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
@@ -332,8 +333,8 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 def verdict_head(finished: Finished, width: int) -> list[Line]:
     """Return the lines with the recommendation, and with the throughput and layout of the result.
 
-    A recommendation that ends with the layout comes second and without it, so that the layout isn't
-    repeated.
+    The recommendation comes first, unless it ends with the layout. Then it follows, shortened by
+    the layout, so that the layout isn't repeated.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
@@ -368,7 +369,7 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 def _search_progress(state: SessionState) -> str:
     """Return what is being measured and why.
 
-    While every running probe is still building its model, return the devices on which that happens.
+    If all running probes are still building their models, return on which devices they do so.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):

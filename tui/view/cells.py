@@ -69,7 +69,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` with all other characters replaced by ASCII of the same width in cells."""
+    """Return `text` in ASCII: every other character becomes ASCII signs that take as many cells."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells before and after
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)

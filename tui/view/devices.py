@@ -160,7 +160,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of a field of the samples, without samples that have none."""
+    """Return the current values of a field; samples without a current value are skipped."""
     return _current([getattr(sample, field) for sample in samples])
 
 

@@ -284,9 +284,10 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the lines (`facts`) that have a value, and one sentence that names the others.
+    """Return the lines of metrics with a value, and one sentence that names all other metrics.
 
-    The others are metrics that the device doesn't support.
+    `facts` has a line for each metric. The metrics without a value are those that the device
+    doesn't support.
     """
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -466,9 +467,10 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return what an empty list of processes says: why it is empty, and how to begin.
+    """Return the message of an empty list of processes: why it is empty, and how to begin.
 
-    If all devices are CPU slices, only trainings that report themselves could be in the list.
+    On a machine with only CPU slices, the message is about trainings, because no other processes
+    would be listed.
     """
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

@@ -95,7 +95,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
     """Return an axis whose range contains all these numbers.
 
     A linear axis begins at 0, and a log2 axis begins and ends at powers of 2. Infinite numbers are
-    ignored, as are numbers up to 0 on a log2 axis.
+    ignored. On a log2 axis, so are zero and negative numbers.
     """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:
@@ -220,10 +220,10 @@ class Frame(NamedTuple):
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
-        """Return round values of y for the labels of the axis.
+        """Return round values of y, at which the axis has labels.
 
-        Labels are in whole lines. If that would make their distances uneven, there are fewer
-        labels.
+        A label takes a whole line, so its position is rounded. If that makes the distances between
+        labels uneven, fewer values are returned.
         """
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
@@ -261,8 +261,8 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
     """Return the chart in exactly `height` lines of `width` cells.
 
-    A chart without points is one line with the message `nothing`. Return no lines if the size is
-    below `LEAST_WIDTH` × `LEAST_HEIGHT`.
+    If the chart has no points, return one line with its message `chart.nothing`. If the size is
+    below `LEAST_WIDTH` × `LEAST_HEIGHT`, return no lines.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()

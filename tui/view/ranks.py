@@ -147,7 +147,7 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return the measurements of the rank at `place`, for computing what limits the training.
+    """Return the measurements of the rank at `place`, from which the training's limits are found.
 
     `rows` are all rows of the training; they determine how the rank is named.
     """
@@ -168,8 +168,8 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
 def work_by_device(snapshot: Snapshot) -> Work:
     """Return the compute time (own work) and waiting time of a step, by host and device id.
 
-    Devices are left out if their training doesn't report both or is silent. The host is "" if all
-    devices are local.
+    A device is left out if its compute time is unknown or its training is silent. The host is "" if
+    all devices are local.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -250,9 +250,10 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if several ranks have stopped in the same part of a step, and none is ahead of another.
+    """True if all ranks of a training are silent at the same, known point of a step.
 
-    That part must be known. `holding` are the silent ranks that the others wait for.
+    `holding` are the silent ranks that the others wait for, so no rank may be missing from it. A
+    single rank doesn't count.
     """
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -299,10 +300,10 @@ def _silence_kind(row: RankRow) -> str:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress as a sort key: its batch, and the part of the step.
+    """Return a rank's progress as a sort key: the number of its batch, then the part of the step.
 
-    A batch may be requested before or after the work between steps, so these two parts count the
-    same.
+    The next batch is requested before or after the work between steps, so these two parts count as
+    equally far.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 

@@ -133,7 +133,10 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return `text` if it fits in `cells`; else the part after its last slash, a file's name."""
+    """Return `text`, or only the part after its last slash (a file's name) if it doesn't fit.
+
+    `cells` is the width that it must fit in.
+    """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

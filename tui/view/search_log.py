@@ -72,9 +72,9 @@ def log_rows(state: SessionState) -> list[LogRow]:
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
     """Return the doubts about a measurement or, if there are none, why it is interesting; else "".
 
-    For a single device, that is the gain over the next smaller batch that was measured on it
-    (`alone`). For several devices, it is whether the measurement is faster than `fastest`, the
-    highest samples/s so far.
+    A measurement of a single device is interesting for its gain over the next smaller batch that
+    was measured on the device; `alone` has these throughputs. A measurement of several devices is
+    interesting if it is faster than `fastest`, the highest samples/s so far.
     """
     if not isinstance(seen, Timed):
         return ""

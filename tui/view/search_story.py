@@ -127,8 +127,8 @@ def _pause_text(state: SessionState) -> str:
 def _running_text(state: SessionState) -> str:
     """Return which layouts are being measured, in which phase, and for how long.
 
-    If several are measured at the same time, the phase is that of the probe that has been in its
-    phase the longest.
+    If several are measured at the same time, the phase and its duration are those of the probe
+    whose phase has lasted longest.
     """
     if not state.running:
         return "the next measurement is being chosen."
@@ -194,7 +194,7 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 def best_text(state: SessionState) -> str:
     """Return the throughput of the fastest measurement as a short text; "" before the first one.
 
-    Before a split was measured, it is marked as the fastest alone.
+    Until a split has been measured, the text is "fastest alone" followed by the throughput.
     """
     points = best_over_time(state)
     if not points:

@@ -1,6 +1,6 @@
 """The shares of a training over time, drawn as a horizontal bar for each rank.
 
-Below the bars are the numbers of the changes of shares.
+The changes of shares are numbered, and the line below the bars shows these numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def share_lines(
 ) -> tuple[Line, ...]:
     """Return each rank's rows per step over time, and below them the number of each change.
 
-    The time axis begins shortly before the first change and ends at `at_seconds`, now. Return an
-    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there
-    is no room.
+    The time axis begins shortly before the first change and ends now, at `at_seconds`. Return an
+    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there is
+    no room.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -95,8 +95,9 @@ def _draw_lane(
 ) -> Iterator[Span]:
     """Draw one rank's shares over time; the height of the bar in a cell is the share at that time.
 
-    A share of `most`, the largest of all ranks, has full height. Each share begins with its number
-    if there is room. `ends` has the cells of the changes, so `shares` has one item more.
+    A share of `most`, the largest of all ranks, has full height. Where a new share begins, its
+    number of rows is written if there is room. `ends` has the cells of the changes, so `shares` has
+    one item more.
     """
     starts = [0, *ends]
     behind = [*ends, room]

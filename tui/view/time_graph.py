@@ -1,8 +1,8 @@
 """A graph over time in braille: the newest ticks as columns of dots, with the time axis below.
 
-A tick is one sampling of all devices. A terminal cell has two columns of dots; a column shows one
-or several ticks, or a tick takes several columns. Cells are aligned to fixed ticks, so that a graph
-scrolls by whole cells and doesn't flicker.
+A tick is one sampling of all devices. A terminal cell has two columns of dots. Depending on the
+scale, a column shows one or several ticks, or a tick is drawn over several columns. Cells are
+aligned to fixed ticks, so that a graph scrolls by whole cells and doesn't flicker.
 """
 
 from __future__ import annotations
@@ -115,9 +115,10 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
     """Return a scale for a history that has only `ticks` ticks and may not fill `width` cells.
 
-    The scale is (ticks per column of dots, columns of dots per tick). `per_dot` is the first of
-    these numbers for a full history. A short history is stretched to about half of the cells, and
-    the scale changes in few steps while the history grows.
+    The scale is the number of ticks per column of dots, and the number of columns of dots per tick.
+    `per_dot` is the number of ticks per column once the history fills the graph. A shorter history
+    is stretched over about half of the cells. The scale doubles or halves, so that it changes
+    rarely while the history grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2

@@ -179,7 +179,10 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis if all devices share it: the highest of theirs."""
+    """Return the upper end of each metric's axis, if all devices share one scale.
+
+    It is the highest of the upper ends that the devices would have on their own.
+    """
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:

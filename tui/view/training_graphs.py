@@ -136,9 +136,9 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
     """Return the captions of the graphs to draw, at most `most` of them.
 
-    The first graph is that of all devices together, unless ranks are missing. A graph for each
-    device (the labels in `keys`) follows if all graphs fit. The last are power and noise scale, if
-    they are known.
+    The first graph shows all devices together; it is left out if some ranks don't report here. A
+    graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
+    noise scale, if they are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []

@@ -110,8 +110,8 @@ class EndedTrainings:
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
         """Return an ended training with its last metrics; `seen_at` is when it last reported.
 
-        Of its causes, only unequal compute times are kept, because the advised shares would have
-        fixed them. The others can no longer be acted on.
+        Of its causes, only unequal compute times are kept, because the next run can avoid them with
+        the advised shares. Nothing can be done about the others any more.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
@@ -180,10 +180,10 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as a cause if a training is slower than its plan without another one.
+    """Add the host's load as a cause if a training is slower than its plan for no known reason.
 
-    The load shows only indirectly that threads wait for cores, but not every kernel reports how
-    long they wait.
+    A high load only suggests that the training's threads wait for cores. It is used because not
+    every kernel reports how long threads wait.
     """
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:
@@ -221,7 +221,7 @@ def _largest_value(reports: Sequence[Training], name: str) -> Any:
 
 
 def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
-    """Return what limits the steps of the ranks that report.
+    """Return an analysis of what limits the steps of the ranks that report.
 
     `missing` is the number of ranks without a report on this machine.
     """
