@@ -46,7 +46,10 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures (10, height, width) of the ten digits; each dot is a square of ones."""
+    """Return pictures (10, height, width) of the ten digits.
+
+    The font's dots are enlarged: each is a square of several pixels with the value 1.
+    """
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]

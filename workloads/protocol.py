@@ -259,11 +259,11 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return by how many bytes the process's memory has grown at most since before the model.
+        """Return the peak growth of the process's memory in bytes, compared with before the model.
 
-        It is the peak since `reset`. The result is a single item, or None for each of several
-        devices, because these share the process's memory. It is also None if the kernel doesn't
-        report the peak.
+        The peak is measured from `reset` on. With one device, the result has a single item. Several
+        devices share the process's memory, so the result then has None for each of them. It also
+        has None if the kernel doesn't report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

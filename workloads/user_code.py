@@ -192,9 +192,9 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
     """Import the user's module, and return its function, which isn't called yet.
 
-    If the function has a parameter `model` without a default and the module a function
-    `load_model`, `load_model` is called with those settings that are its parameters, and makes that
-    argument. Raises RequestError if the function is missing or doesn't accept the settings.
+    If the function has a parameter `model` without a default, the module's function `load_model`
+    makes that argument, if there is such a function. It is called with those settings that are its
+    parameters. Raises RequestError if the function is missing or doesn't accept the settings.
     Exceptions from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
@@ -240,9 +240,10 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 def find_line(error: BaseException, name: str = "") -> str:
     """Return the last line of user code in an error's traceback, such as "file.py:12".
 
-    The result is empty if there is no such line. User code is code outside evener, Python itself
-    and installed packages, or the module of the workload `name` wherever it is. An error from a
-    TensorFlow graph has its lines only in its message, so the message is searched too.
+    User code is all code outside evener, Python itself and installed packages. The module of the
+    workload `name` always counts as user code. The result is empty if the traceback has no such
+    line. An error from a TensorFlow graph has its lines only in its message, so the message is
+    searched too.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
@@ -373,7 +374,10 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Return the functions that need no argument, or only a model that another of them loads."""
+    """Return the functions that can be called without the user's help.
+
+    They have no required arguments, or only `model`, and `load_model` is among the functions.
+    """
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()
     return [node for node in found if _required(node) <= given]

@@ -169,8 +169,8 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    A group of processes does so in any case. Keras' own Adam squares each contribution to a sparse
-    gradient on its own, so a single device would learn differently from a group. It would also be
+    A group of processes sums it anyway. On a single device, Keras' own Adam would square each
+    contribution to the row separately, and so learn differently from a group. It would also be
     slower, because every operation would have a row for each word of the batch.
     """
 
@@ -221,7 +221,10 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
 
 
 def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
-    """Return a tower's output for `flow`, with each operation on its device in `places`."""
+    """Return the output of a tower for the input `flow`.
+
+    `places` has the device of each of the tower's operations.
+    """
     names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
     for name, device in zip(names, places, strict=True):
         with tf.device(device):

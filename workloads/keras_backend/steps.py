@@ -1,6 +1,6 @@
 """The steps of a Keras workload: on one device, by towers, or as one process of a group.
 
-Towers are several devices of one process (engine towers).
+"By towers" means that one process divides the rows of a batch among several devices.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 class KerasSteps:
     """Runs a model's training steps with a `Split`.
 
-    For each set of devices there are up to two `Split`s, with passes and without, and each is
-    traced once. `placed` is the train step of a model that places its own parts on several devices.
-    The constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support
-    `setup`.
+    A set of devices has up to two `Split`s: one with passes, and one without. Each is traced only
+    once. If the model places its own parts on several devices, `placed` is its train step. The
+    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
     """
 
     def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
@@ -135,7 +134,7 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the numbers of `sizes` that belong to this process, without zeros.
+        """Return the sizes that belong to this process, without zeros.
 
         `sizes` has a number for each device or rank of the setup, such as its rows. If the model's
         parts are on several devices, return only the sum.

@@ -149,6 +149,9 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of token ids that all embeddings accept; 2 without embeddings."""
+    """Return the number of token ids that every embedding of the model accepts.
+
+    Without embeddings, return 2.
+    """
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

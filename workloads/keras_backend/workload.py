@@ -352,7 +352,7 @@ MOST_ELEMENTS = 2**31 - 1
 class TooManyElementsError(MemoryError):
     """Raised if a tensor of a batch has too many elements for TensorFlow's GPU kernels.
 
-    It is a MemoryError because it limits the batch like memory.
+    It is a MemoryError because it calls for a smaller batch, just as a lack of memory does.
     """
 
 

@@ -182,8 +182,8 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Return a sampler of full batches for rank `rank`; `sizes` are the rows of each rank.
 
-        It covers whole epochs. For a pool, or if a batch has more rows than the data set, it
-        repeats one shuffled order endlessly instead.
+        Its iterations are epochs of the data set. For a pool, or if a batch has more rows than the
+        data set, the sampler instead repeats one shuffled order endlessly.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -305,8 +305,8 @@ class Batches:
     def keep(self, kept: bool) -> bool:
         """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
 
-        Return False if that isn't possible: if rows differ in length, tokens are counted when a
-        batch is drawn, and a kept batch isn't drawn again.
+        Return False if rows differ in length, because then no batch can be kept: tokens are counted
+        when a batch is drawn, and a kept batch isn't drawn again.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -328,13 +328,17 @@ class Batches:
     def wait(self) -> None:
         """Wait until the loader has prefetched as many batches as it can hold.
 
-        During the steps that are timed next, it then loads exactly as many batches as they use.
+        In the timed steps that follow, the loader then loads exactly one batch for each batch that
+        a step uses.
         """
         if self._loader is not None:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's first batch repeatedly, without ending the iteration over it."""
+        """Yield the loader's first batch again and again.
+
+        The loader's iterator is kept open meanwhile.
+        """
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:

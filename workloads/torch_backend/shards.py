@@ -1,6 +1,6 @@
-"""A recipe's model in shards, trained as by `Split.shard`.
+"""A recipe's model cut into shards, which trains as it would with `Split.shard`.
 
-The process is a rank of a group, or a rank that is measured alone.
+This process is a rank of a group, or it stands for one rank that is measured alone.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class RecipeShards:
         - the bytes of the model's state
         - the bytes of the units (layers whose parameters are gathered together) while gathered
         - the temporary bytes of an optimizer step
-        - the number of parameters, and that of trained parameters
-        - the bytes of gradients in the state that a step frees before its forward pass
+        - the number of parameters
+        - the number of parameters that are trained
+        - the bytes of the gradients that are part of the state, but are freed before a forward pass
         - the bytes outside of PyTorch's allocator
         """
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)

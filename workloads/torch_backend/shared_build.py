@@ -25,11 +25,11 @@ ASKS_RANK = ("get_rank", "get_world_size", "is_initialized")
 
 
 class BuiltRecipe:
-    """A recipe that is built before the process knows its device or group.
+    """A recipe that is built before the process has a device or a group.
 
-    A recipe is the user's model, optimizer, loss and data. `finish` makes a workload from it once
-    the device and the group are known. If the user's function takes a loaded model, only the model
-    is loaded before, and `finish` calls the function.
+    A recipe is the user's model, optimizer, loss and data. Once the device and the group are known,
+    `finish` makes a workload from it. If the user's function takes a model from `load_model`, only
+    that model is loaded in advance, and `finish` calls the function.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class BuiltRecipe:
     def finish(self, setup: WorkerSetup) -> TorchWorkload:
         """Return the workload for a worker's setup.
 
-        Random numbers continue as after the build, and PyTorch uses all its threads again.
+        The random state is the one that the build left, and PyTorch uses all its threads again.
         """
         torch.set_num_threads(self._threads)
         return TorchWorkload(setup, self._take)
@@ -66,10 +66,11 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Return a context that replaces the functions with which a process asks for its rank.
+    """Return a context in which functions that return the process's rank are replaced.
 
-    `noting` gets such a function and its name, and returns the replacement. Thus it is noticed if
-    the user's build depends on the rank, so that its result can't be shared by all ranks.
+    For each of them, `noting` gets the function and its name, and returns the replacement. The
+    replacement can thus record that the user's build asks for the rank. The result of such a build
+    can't be shared by all ranks.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():

@@ -364,7 +364,7 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair of keyword arguments for the module and targets, which are unused."""
+    """Collate rows to the module's keyword arguments, and to dummy targets that nobody reads."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 

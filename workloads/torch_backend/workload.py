@@ -290,7 +290,7 @@ class TorchWorkload(Workload, StepListener):
         """Add the tokens, padding and passes of a step to the totals.
 
         `works` has an item for each of the step's batches, and `passes` is the number of passes. A
-        batch that is cut into passes was padded as a whole before, so its padding doesn't depend on
+        batch is padded as a whole before it is cut into passes, so its padding doesn't depend on
         the number of passes.
         """
         for work in works:
@@ -443,7 +443,8 @@ class TorchWorkload(Workload, StepListener):
     def _computes_bfloat16(self) -> bool:
         """True if the requested precision, a parameter or a Trainer uses bfloat16.
 
-        If the user's code has an autocast of its own, that isn't known before the code runs.
+        An autocast in the user's own code isn't recognised, because it is known only when the code
+        runs.
         """
         return (
             _HALVES.get(self.setup.precision) is torch.bfloat16
