@@ -106,9 +106,10 @@ class BlockTimer:
     The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
     measured block to `add`.
 
-    `seconds` is the probe's time. If `whole`, all of that time is used or, if `steps` isn't 0, that
-    number of steps is measured instead. `first_seconds` is the duration of the step before the
-    first block; 0 if unknown.
+    `seconds` is the time for the probe. If `whole`, the probe uses all of it, however precise the
+    result is already. If `steps` isn't 0, the probe ends after that many steps instead, whatever
+    time they take. `first_seconds` is the duration of the step before the first block; 0 if
+    unknown.
     """
 
     def __init__(
@@ -199,9 +200,9 @@ class BlockTimer:
     def _steady(self) -> bool:
         """True if the warm-up should end.
 
-        That is the case if the last two windows agree and the last one is long enough, or if the
-        warm-up has used up its part of the probe's time. If steps were still getting faster in the
-        second case, a slow start is recorded.
+        It ends if the last two windows agree and the last one is long enough. It also ends once it
+        has used up its part of the probe's time. If steps are still getting faster then, a slow
+        start is recorded.
         """
         windows = self._windows
         if len(windows) < 2:
@@ -321,10 +322,10 @@ class BlockTimer:
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
     """Return a warning about throttling, and whether it should be reported.
 
-    `clean` are the undisturbed blocks, and `step` is their mean step time. The value of the warning
-    is the fraction of the time for which devices report throttling or, if that is larger, the gap
-    between the mean block and the median block. If devices report throttling, the warning names the
-    most throttled one.
+    `clean` are the undisturbed blocks, and `step` is their mean step time. The warning's value is
+    the fraction of the time in which devices report throttling. If the mean step time differs from
+    the blocks' median by a larger fraction, that is the value. If devices report throttling, the
+    warning names the most throttled one.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
@@ -351,9 +352,9 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
     """Return the mean duration of a step of timed blocks in seconds, with its 95 % interval.
 
     The value is total time divided by total steps, so blocks may differ in length. The interval is
-    Student's, over the blocks' means. For a single block, it is estimated from the difference to
-    the previous step, which took `first_seconds`, unless that step took much longer. Raises
-    ValueError if there is no step.
+    Student's, over the blocks' means. A single block has no such interval. Its error is estimated
+    by `lone_error` from the previous step, which took `first_seconds`. Raises ValueError if there
+    is no step.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:

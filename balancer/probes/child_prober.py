@@ -322,8 +322,9 @@ class ChildProber:
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        `clean` is True if no child of this layout is running. Return an empty tuple if nothing was
-        found but some device doesn't report the memory of processes.
+        `clean` is True if no child of this layout is running. A device without a known number has
+        0. But if such devices exist and no other device has held memory, nothing is certain, and an
+        empty tuple is returned.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -339,8 +340,8 @@ class ChildProber:
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the share for an additional first step; 0 if no such step is needed.
 
-        TensorFlow traces the first batch size separately, and the second one for all sizes. So new
-        children first run a step with another share than the probe's own.
+        TensorFlow traces the first batch size separately, and the second one for all sizes. The
+        additional step of new children therefore has another share than the probe's own.
         """
         request = self._resolved.request
         traced = (
@@ -548,8 +549,8 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
     `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
-    The workload's digest is taken from the first child and then kept. If that child reports a
-    digest of its model, that one is used, so that a training script can check its own model.
+    The workload's digest comes from the first child and never changes. It is the digest of the
+    model, if the child reports one, so that a training script can compare it with its own model.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

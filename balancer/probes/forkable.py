@@ -2,9 +2,9 @@
 
 Four things rule out a fork:
 
-- Other threads than the one that forks, because they don't exist in the copy. Threads that their
-  library ends before each fork and starts again when needed, such as those of OpenBLAS, don't
-  matter: a fork for trial shows which threads are left after it.
+- Other threads than the one that forks, because they don't exist in the copy. Some libraries,
+  such as OpenBLAS, end their threads before each fork and start them again when needed; such
+  threads don't matter. A trial fork shows which threads remain.
 - Open files, because both processes would share the position in them.
 - A device's driver, because it doesn't survive a fork.
 - A build that reads anything about its rank, because each copy would have the same result.
@@ -122,7 +122,7 @@ class BuildWatch:
         return self._try_fork(trial)
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Fork a copy that calls `trial` and exits. Return why the copy is no use; "" if it is."""
+        """Fork a copy that calls `trial` and exits; return why forking is impossible, or ""."""
         try:
             pid = os.fork()
         except OSError as error:

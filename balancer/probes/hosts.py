@@ -122,14 +122,15 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a running server that can fork a child with this environment, and a descriptor.
+        """Return a server that can fork a child with this environment, and a descriptor or None.
 
-        The server is a copy of a child that has already built the user's workload, if there is one.
-        Otherwise it is a fork server, which is started if necessary. The descriptor is that of a
-        channel for a copy of the new child; it is None if no copy is needed.
+        If a child has already built the user's workload and left a copy of itself, the server is
+        this copy. Otherwise it is a fork server, which is started if necessary. If the new child is
+        the one that should leave a copy, the descriptor is the end of a channel for this copy;
+        otherwise it is None.
 
-        A server has already imported the framework. So it is used only if all variables that affect
-        the import are equal.
+        A server has already imported the framework. It therefore suits only children for which all
+        variables that affect the import are the same.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -439,12 +440,12 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the rendezvous address of each of a group's ranks, on the host of its device.
+        """Return the address at which each rank of a group meets the others.
 
-        `devices` has one device per rank. The ports of the addresses are free at this moment. On
-        one host, the addresses are on loopback. PyTorch's ranks on one host get the path of a file
-        instead, because any user of the machine could connect to the port of a rendezvous store and
-        write to it.
+        `devices` has one device per rank. An address is on the host of the rank's device, or on
+        loopback if there is only one host, and its port is free at this moment. PyTorch's ranks on
+        one host get the path of a file instead of an address. Otherwise any user of the machine
+        could connect to the rendezvous store and write to it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":

@@ -50,9 +50,9 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `part` is the fraction of the time in which their kernels ran, and `own_part` that in which the
-    session's kernels ran. `names` are the names of the other processes. A GPU gives
-    the processes time slices in turn, so both fractions together are at most 1.
+    `part` is the fraction of the time in which their kernels ran, and `own_part` the fraction in
+    which the session's kernels ran. A GPU gives the processes time slices in turn, so the sum of
+    both is at most 1. `names` are the names of the other processes.
     """
 
     part: float
@@ -257,7 +257,7 @@ class InterferenceMonitor:
 
 
 class DriverReader(Protocol):
-    """A source of the vitals of devices, such as power and temperature. It is an interface.
+    """The interface of a source of devices' vitals, such as power and temperature.
 
     Devices are given by their positions in the request.
     """
@@ -266,7 +266,7 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A source of vitals that also lists the other processes on a device. It is an interface."""
+    """The interface of a source of vitals that also lists the other processes on a device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
@@ -387,8 +387,8 @@ def _unclear_bytes(memory_bytes: int) -> float:
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
     """Return the bytes of a device's memory that other processes hold; None if unknown.
 
-    `own` are the pids of the session's children, whose bytes are subtracted. They are unknown if
-    the driver doesn't list the children, unless the device is `clean`: no child runs on it.
+    The bytes of the session's children, whose pids are in `own`, are subtracted. If the driver
+    doesn't list these children, the result is None, unless no child runs on the device (`clean`).
     """
     if vitals.used_bytes is None:
         return None

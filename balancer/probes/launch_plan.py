@@ -184,7 +184,7 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return a device whose memory limit is an equal part, for one of `processes` trainings."""
+    """Return the device as one of `processes` trainings sees it: with its part of the memory."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -245,8 +245,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
-    It is based on the memory that processes were seen to hold, by position and rows per pass.
-    `available_bytes` returns the free memory of the host that has least.
+    The decision is based on how much memory processes have held so far, by position and rows per
+    pass. `available_bytes` returns the free memory of the host with the least free memory.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

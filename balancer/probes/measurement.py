@@ -444,9 +444,10 @@ class Measurement:
     def _cpu_share(self, ran: Ran) -> float | None:
         """Return the fraction of a block's time in which a process had all the cores it could use.
 
-        The process has no other ranks to wait for. It is computed from the time that threads waited
-        for a core. If the kernel doesn't report that, it is CPU time divided by wall time, which is
-        valid only for a single thread. Return None if neither is possible.
+        It is known only for a process that waits for no other ranks and has its cores to itself. It
+        is computed from the time that threads waited for a core. If the kernel doesn't report that
+        time, it is CPU time divided by wall time, but only for a single thread. Otherwise return
+        None.
         """
         if not self._ranks.own_cores:
             return None

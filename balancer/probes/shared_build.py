@@ -55,8 +55,8 @@ class SharedRecipe:
 class BuildChannel:
     """The channel on which a copy of this child may receive requests to fork children.
 
-    `descriptor` is the descriptor of its socket. Each child of the copy calls `run`. The arguments
-    are the copy's pid, the descriptor of a channel for a copy of that child in turn, and the
+    `descriptor` is the descriptor of its socket. Each child that the copy forks calls `run` with
+    three arguments: the pid of the copy, the descriptor of the child's own build channel, and the
     recipe.
     """
 

@@ -66,10 +66,10 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    This process exits if `parent`, the pid of the process that forked it, has exited. `shared` is
-    a recipe that the parent has built. `channel` is the descriptor of a channel on which a copy
-    of this process may fork children with the recipe that this process builds; NO_CHANNEL if
-    there is none.
+    `parent` is the pid of the process that forked this one, which exits when the parent does.
+    `shared` is a recipe that the parent has built; None if there is none. If this process builds a
+    recipe itself, it may leave a copy that forks children with it; `channel` is the descriptor of
+    the channel for this copy, or NO_CHANNEL.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
