@@ -105,10 +105,10 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the end of an error message that names the definition of the workload's function.
+    """Return the end of an error message that names the function of the workload and its line.
 
-    It tells the user where an error without a line of its own came from. Return "" if the message
-    `why` already names a line of the user's file, or if the file can't be read.
+    It tells the user where an error comes from that has no line of its own. Return "" if the
+    message `why` already names a line of the user's file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -157,10 +157,11 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return as text how much memory each device needs for the fewest rows measured on it.
+    """Return as text how much memory each device needs for a step, besides the model's state.
 
-    The model's state isn't included: each device was measured alone with a small part of it, which
-    is subtracted. `state` is the model's state, and `tried` are the observations of sharded steps.
+    It is the memory for the fewest rows with which the device was measured alone. The part of the
+    state that the device held is subtracted. `state` describes the model's state, and `tried` are
+    the observations of sharded steps.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -182,7 +183,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices of those probes that had this outcome."""
+    """Return the positions of all devices whose probe had this outcome at least once."""
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
@@ -255,9 +256,10 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Return a clause for each failed device about its failure, the one with the fewest rows.
+    """Return a clause for each device that failed, with the reason.
 
-    If all devices failed for the same reason, return a single clause.
+    A device may have failed several times; the failure with the fewest rows counts. If all devices
+    failed for the same reason, return a single clause.
     """
     smallest = dict(sorted(_find_smallest(seen).items()))
     reasons = []

@@ -338,9 +338,10 @@ def _choose_single(
 ) -> ComparedLayout | None:
     """Return the single device to compare the plan with; None if there is none.
 
-    It is the device that took part in the race. Another device is preferred if it was faster at the
-    same batch, but not if it was even faster than the plan: it was then measured at a time when the
-    machine was faster. `alone` has the comparisons of all devices alone.
+    It is the single device that took part in the race, or another one that was faster at the same
+    batch. A device that was even faster than the plan isn't preferred, because it must have been
+    measured when the machine was faster. Without a single device in the race, it is the fastest of
+    `alone`, which has all devices alone.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -381,9 +382,9 @@ def _describe_rival(
 ) -> Rival:
     """Return the verdict's entry for a layout that was compared with the plan.
 
-    `name` is used unless the layout is a single device. `labels` has the label of every device.
-    `alone` has the comparisons of devices alone: if the device was faster there than in the race,
-    the entry says so.
+    If the layout is a single device, it is named after the device, otherwise `name`. `labels` has
+    the label of every device, and `alone` the solo measurements. If a device was faster in one of
+    these than in the race, the entry says so.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -513,8 +514,8 @@ def _find_cause(
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield each device that works but has no share in the plan, and why.
 
-    The reason is the samples/s of the fastest split that uses the device. If no such split was
-    measured near the plan's batch, that is the reason.
+    Usually, the reason is that the fastest split with this device isn't faster; its samples/s are
+    given. If no split with the device was measured near the plan's batch, this is the reason.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -592,9 +593,10 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the value that the chosen layout has for an objective that may cost speed.
+    """Return the value that the chosen layout reaches in an objective other than speed.
 
-    Return None for an objective that chooses by speed, or if the value is unknown.
+    Such an objective trades speed for its value, as energy does. Return None for an objective that
+    chooses by speed, or if the value is unknown.
     """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 

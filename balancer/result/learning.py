@@ -71,7 +71,8 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
     """Return each measured batch that is faster than all smaller ones, in increasing order.
 
-    Each has its samples/s, and the samples/s in small batches that learn as fast.
+    Each is given with its samples/s, and with their worth: the samples/s in small batches that
+    would train the model equally fast.
     """
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict

@@ -39,8 +39,8 @@ def find_doubts(
 
     Two kinds are reported for every measured layout: a loss that was NaN or infinite, and repeated
     measurements that differ. `error` is the relative error of the samples/s; if it is given, it
-    decides whether the measurements were too noisy. If all probes of the layout timed only a single
-    step, a doubt about that replaces the doubts about noise and short measurements.
+    decides whether the measurements were too noisy. If no probe of the layout timed more than a
+    single step, a doubt about that replaces the doubts about noise and short measurements.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -96,9 +96,9 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
     """Yield a doubt for each two measurements of the same layout that differ too much.
 
-    That is by more than 10 %, without an overlap of their intervals. The doubt has the difference.
-    If the slower one is from the solo stage and the faster one from a later stage, they may differ:
-    in the solo stage, all devices run at the same time.
+    They differ too much if one is more than 10 % faster and their intervals don't overlap. The
+    doubt has the difference. A slower measurement from the solo stage isn't doubted if the faster
+    one is from a later stage, because all devices run at the same time in the solo stage.
     """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
@@ -149,8 +149,8 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """Return the number of rows above which the user's own code raises an exception.
 
-    There is such a limit if an error occurred only with more rows than any that ran without an
-    error. Otherwise return None.
+    Such a limit exists if an error occurred only with more rows than in any step that succeeded.
+    Otherwise return None.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -235,8 +235,8 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    On such a device, all probes have failed, or all probes after the first ones. A device on which
-    some probes ran is returned only if it was lost or if the plan doesn't use it.
+    These are devices on which every probe failed, or every probe after a certain one. In the second
+    case, a device is returned only if it was lost or if the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()

@@ -121,8 +121,8 @@ def compare_all(
 
     If the chosen layout won the race, they are compared by their turns of the race, and otherwise
     by samples/s. If the plan is one device or a pack, the fastest split in `results` comes first,
-    even if it wasn't in the race. The best `single` device comes last if no single device was in
-    the race.
+    even if it wasn't in the race. If no single device was in the race, the best one (`single`)
+    comes last.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -189,9 +189,9 @@ def _compare_rates(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain over a rival, computed from the rival's gain over it.
+    """Return the chosen layout's gain over a rival, given the rival's gain over the chosen layout.
 
-    `against` is the rival's gain, which was measured in turns.
+    The rival's gain, `against`, was measured in turns.
     """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)

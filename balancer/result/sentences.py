@@ -229,8 +229,9 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 def _find_even(verdict: Verdict) -> Rival | None:
     """Return the even split with which uneven shares are compared; None if there is none.
 
-    It is the even split with the fewest devices among those with at least as many as the plan.
-    Return None also if nothing can be said about its gain, or if one device is recommended.
+    Only even splits over at least as many devices as the plan uses are considered; the one with the
+    fewest devices is chosen. Return None also if nothing can be said about its gain, or if one
+    device is recommended.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):

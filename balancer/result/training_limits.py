@@ -96,11 +96,11 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return a layout's last measurement that includes steps without one of their usual delays.
+    """Return a layout's last measurement that also timed steps without a usual delay.
 
-    These steps reused one batch, so that they had no input, or had all their kernels enqueued
-    before they began, so that the host didn't delay them. Return None if there is no such
-    measurement.
+    Such steps reused one batch, so that they didn't wait for input, or all their kernels were
+    enqueued before they began, so that they didn't wait for the host. Return None if there is no
+    such measurement.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -120,7 +120,10 @@ class _Measured:
         self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return the measurements with the parts of this device's step, each with these parts."""
+        """Return pairs: a measurement, and the parts of this device's step in it.
+
+        Measurements without these parts are left out.
+        """
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -165,9 +168,9 @@ class _Measured:
     def waited_for_neighbours(self, position: int) -> float:
         """Return the seconds per step that a device's kernels wait for those of other processes.
 
-        The estimate is the time for which other processes compute. It is limited to the larger of
-        two times: that for which the session's kernels are enqueued but don't run, and that for
-        which they run, because a GPU gives processes time slices in turn.
+        It is estimated by the time for which other processes compute, but limited. Because a GPU
+        gives processes time slices in turn, the session's kernels can't wait longer than they are
+        enqueued without running, or than they run; the larger of these two times is the limit.
         """
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
@@ -440,8 +443,8 @@ def _is_whole_sample(part: PartSeconds) -> bool:
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
     """Yield how much longer a step takes because of heat, a power limit or another process.
 
-    For each of these causes, it is the time on one device: among the devices that the others wait
-    for, the one that loses most.
+    For each cause, the time is that of the device that loses most to it. Only devices that the
+    others wait for are considered.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
