@@ -1,7 +1,7 @@
 """The checks behind `evener doctor`.
 
-They check this machine, or each host of a cluster and the network between the hosts. Each framework
-is imported in a child process, because a broken one may crash or hang, and because this process
+They check this machine, or each host of a cluster and the network between the hosts. A framework is
+imported only in a child process, because its import may crash or hang, and because this process
 doesn't need it.
 """
 
@@ -119,8 +119,9 @@ def check_links(
     """Measure the links between devices of this machine and save the results.
 
     `driver` is the version of the GPUs' driver, and `report` is called after each measurement.
-    Return two tuples: a check for each pair of devices and for all together, and the measurements.
-    For a single device, or without PyTorch, return a note and no measurements.
+    Return the checks and the measurements. There is a check for each pair of devices, and one for
+    all devices together. For a single device, or without PyTorch, return a note and no
+    measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"

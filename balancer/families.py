@@ -84,7 +84,7 @@ class SearchView(Protocol):
     def packs(self) -> Sequence[Layout]:
         """The best pack of each mode, such as plain processes or MPS.
 
-        If no pack of a mode has been measured, its first pack to try is listed.
+        For a mode without measurements, it is the pack that would be tried first.
         """
 
 
@@ -132,7 +132,7 @@ class Family(ABC):
         """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
         A verdict begins with this text. `labels` has the label of every device, and `ratios` the
-        fraction of a batch's work on every device.
+        fraction of a batch, by rows or by cost, that it computes.
         """
 
 
@@ -359,9 +359,9 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout that trains with a placement and this global batch.
 
-    The placement uses the first of the `devices` devices. The layout has a share for each of these
-    only to say that it is used; the workload doesn't split the batch by them. Return None if there
-    are too few devices or samples.
+    The placement uses the first of the `devices` devices. In the layout, each of them has a share,
+    which only marks it as used: the workload doesn't split the batch by these shares. Return None
+    if there are too few devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None

@@ -328,9 +328,9 @@ def make_comparison_job(
 ) -> Job:
     """Make a job as `make_job` does, with the layouts to compare on these devices.
 
-    `layouts` are names of families; None for all. `knobs` are names of options to try.
-    `request.compare.left_out` of the job says which of them aren't possible here. Raises
-    RequestError for unknown names, or if no layout is possible.
+    `layouts` are names of families; None for all. `knobs` are names of options to try. If a family
+    or a knob is impossible here, `request.compare.left_out` of the job says so. Raises RequestError
+    for unknown names, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -360,10 +360,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if an MPS daemon is running, through which packs would share their GPU.
+    """Return a note if an MPS daemon is running and packs are compared.
 
-    Return an empty list without a daemon, or if none of the families to compare has packs. `kinds`
-    are the traits of these families.
+    The trainings of a pack would then share their GPU through the daemon. Without a daemon or
+    packs, return an empty list. `kinds` are the traits of the families to compare.
     """
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
@@ -389,9 +389,9 @@ def _sort_families(
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     """Make a job as `make_job` does, whose search also measures the best layout with each knob.
 
-    The only name in `knobs` may be `workers`, which stands for several numbers of loader worker
-    processes. `request.compare.left_out` of the job says if that isn't possible here. Raises
-    RequestError for any other name.
+    Only the knob `workers` can be requested here. With it, several numbers of loader worker
+    processes are tried. If that isn't possible on these devices, `request.compare.left_out` of the
+    job says so. Raises RequestError for any other name.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)

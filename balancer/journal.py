@@ -141,9 +141,9 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, and those of its probes that have no observation yet.
+        """The last request for probes, and those of its probes that haven't been observed yet.
 
-        None if all have one.
+        None if all of them have been observed.
         """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
@@ -320,7 +320,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 def _decode(text: bytes) -> Entry:
     """Return the entry in a line.
 
-    A verdict may have the names of fields that were used before version 0.3.
+    A verdict from before version 0.3 is accepted, although its fields have other names.
     """
     try:
         return _decoder.decode(text)
@@ -366,9 +366,10 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if the sequences in an entry fit each other and the number of the header's devices.
+    """True if the sequences in an entry have the right lengths.
 
-    Decoding has already checked single values.
+    Their lengths must match each other and the number of devices in the header. Single values have
+    already been checked by the decoder.
     """
     devices = len(header.devices)
     match entry:

@@ -23,7 +23,7 @@ Stages:
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
    each t_i and each line of memory use. Then an optimistic layout, the fastest if each t_i were as
    fast as its points allow (`model/optimistic`), tells which batches to measure next, as long as
-   half of the expected gain pays for their time. A device that would keep the others waiting for
+   half of the gain that they promise is worth their time. A device that would keep the others waiting for
    little gain is left out of a round. Devices whose times differ by no more than noise share one
    curve, and so get equal shares. If times rise repeatedly by the same jump, the curve is a step
    function ("stairs", `model/step_time`), and the best batches are the largest of its levels.

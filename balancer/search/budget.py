@@ -63,11 +63,11 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """Read how much time the probes in `seen` have spent.
+        """Sum up the time that the probes in `seen` have spent.
 
-        `machine` predicts the steps of layouts that never ran. Without it, they are estimated from
-        the devices' speeds alone. If `race_is_over`, exploration may use all of the remaining
-        budget.
+        `machine` predicts the steps of layouts that never ran. Without it, their steps are
+        estimated only from the devices' speeds. If `race_is_over`, exploration may use all of the
+        remaining budget.
         """
         self._options = options
         self._seen = seen
@@ -98,12 +98,12 @@ class Budget:
         """Return how long the next probe may measure, in seconds, without its start and warm-up.
 
         At least `reserved` seconds remain for later probes. In exploration, a probe may take at
-        most 1 / `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. It is
-        always allowed two steps. A step takes `step_seconds`, by default an estimate.
+        most 1 / `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. Two steps
+        are always allowed. A step takes `step_seconds`, by default an estimate.
 
-        If steps are too slow for that, the probe shall time a single step ("lone step"): the result
-        is then less than the time of one step. This doesn't apply to a check, which confirms the
-        winner's samples/s.
+        If steps are so slow that there is no time for two, the probe times a single step, a "lone
+        step". It does so if it is given less time than one step takes, so half of a step's time is
+        returned. A check always has two steps, because it confirms the winner's samples/s.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -132,10 +132,10 @@ class Budget:
     ) -> bool:
         """True if the layout's shortest probe can end before the stage `ends_with` must end.
 
-        `ends_with` is usually the probe's own stage. A probe that is necessary for any result may
-        use the time of the race, whose first turns may use the whole budget. Turns after the first
-        must end at 95 % of the budget. After the probe, `reserved` seconds must remain. The
-        shortest probe has `steps` steps of `step_seconds`; both are estimated by default.
+        `ends_with` is usually the probe's own stage. A probe without which there would be no result
+        may use the time of the race instead. The first turns of the race may use the whole budget,
+        later turns only 95 % of it. After the probe, `reserved` seconds must remain. The shortest
+        probe has `steps` steps of `step_seconds`; both are estimated by default.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._stage_end_seconds(ends_with, turn)
@@ -145,8 +145,8 @@ class Budget:
     ) -> tuple[Probe, ...]:
         """Return a probe of the layout in a turn; empty if the budget doesn't allow it.
 
-        `probes_left` probes, including this one, share the time left, of which `reserved` seconds
-        remain for others.
+        Of the time left, `reserved` seconds are kept for later probes. The rest is shared by this
+        probe and others, `probes_left` in all.
         """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
@@ -157,9 +157,9 @@ class Budget:
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
-        The probe must also take only a certain part of the time left, which is smaller if `after`
-        isn't 0. This doesn't apply to steps of `step_seconds` that are so slow that a probe times
-        only one: there is no time for many probes anyway.
+        Also, `seconds` may only be a certain part of the time left, which is smaller if `after`
+        isn't 0. This second condition doesn't apply if steps of `step_seconds` are so slow that a
+        probe times only one, because there is no time for many probes anyway.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
