@@ -322,9 +322,9 @@ class ChildProber:
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        `clean` is True if no child of this layout is running. A device without a known number has
-        0. But if such devices exist and no other device has held memory, nothing is certain, and an
-        empty tuple is returned.
+        `clean` is True if no child of this layout is running. An unknown
+        number counts as 0. But if some numbers are unknown and all known ones are 0, return an
+        empty tuple.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's

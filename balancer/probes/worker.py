@@ -66,10 +66,10 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    `parent` is the pid of the process that forked this one, which exits when the parent does.
+    `parent` is the pid of the process that forked this one; if it exits, so does this process.
     `shared` is a recipe that the parent has built; None if there is none. If this process builds a
-    recipe itself, it may leave a copy that forks children with it; `channel` is the descriptor of
-    the channel for this copy, or NO_CHANNEL.
+    recipe itself, it may leave a copy of itself that forks children with the recipe. `channel` is
+    the descriptor of the channel for this copy; NO_CHANNEL if no copy is wanted.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()

@@ -107,8 +107,8 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 def _find_maker(workload: str, why: str) -> str:
     """Return the end of an error message that names the function of the workload and its line.
 
-    It tells the user where an error comes from that has no line of its own. Return "" if the
-    message `why` already names a line of the user's file, or if the file can't be read.
+    For an error without a line of its own, this tells the user where it comes from. Return "" if
+    the message `why` already names a line of the user's file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:

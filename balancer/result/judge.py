@@ -340,7 +340,7 @@ def _choose_single(
 
     It is the single device that took part in the race, or another one that was faster at the same
     batch. A device that was even faster than the plan isn't preferred, because it must have been
-    measured when the machine was faster. Without a single device in the race, it is the fastest of
+    measured when the machine was faster. If no single device was in the race, it is the fastest of
     `alone`, which has all devices alone.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()

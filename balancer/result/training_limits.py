@@ -168,9 +168,9 @@ class _Measured:
     def waited_for_neighbours(self, position: int) -> float:
         """Return the seconds per step that a device's kernels wait for those of other processes.
 
-        It is estimated by the time for which other processes compute, but limited. Because a GPU
-        gives processes time slices in turn, the session's kernels can't wait longer than they are
-        enqueued without running, or than they run; the larger of these two times is the limit.
+        The estimate is the time for which other processes compute, up to a limit. The limit is the
+        time for which the session's kernels are enqueued but don't run or, if that is longer, the
+        time for which they run: a GPU gives processes time slices in turn.
         """
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts

@@ -23,10 +23,11 @@ Stages:
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives
    each t_i and each line of memory use. Then an optimistic layout, the fastest if each t_i were as
    fast as its points allow (`model/optimistic`), tells which batches to measure next, as long as
-   half of the gain that they promise is worth their time. A device that would keep the others waiting for
-   little gain is left out of a round. Devices whose times differ by no more than noise share one
-   curve, and so get equal shares. If times rise repeatedly by the same jump, the curve is a step
-   function ("stairs", `model/step_time`), and the best batches are the largest of its levels.
+   half of the gain that they promise is worth their time. A device that would keep the others
+   waiting for little gain is left out of a round. Devices whose times differ by no more than noise
+   share one curve, and so get equal shares. If times rise repeatedly by the same jump, the curve is
+   a step function ("stairs", `model/step_time`), and the best batches are the largest of its
+   levels.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k, and one
    more point of each device's curve under contention. Prediction and measurement are repeated until
    nothing new is predicted. For a number of devices that was never measured, c_k is assumed low, so
