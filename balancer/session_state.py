@@ -301,7 +301,7 @@ def plan_rivals(
 
     A plan of one device is compared with the faster of the even and the best split, and with
     another device alone. The sum adds up the samples/s of all devices alone, each at its fastest
-    batch. With `at_batch`, it prefers measurements at the plan's batch.
+    batch. With `at_batch`, the sum prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -343,7 +343,7 @@ def _find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return the measurements of single devices without the one of the plan's device.
+    """Return the measurements of single devices, except the measurement of the plan's own device.
 
     If the plan uses several devices, return all of `solos`.
     """

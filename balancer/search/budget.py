@@ -180,9 +180,10 @@ class Budget:
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """True if a probe of `seconds` with this expected relative gain is worth its time.
+        """True if a probe is worth its time.
 
-        The required gain grows with the fraction of the remaining time that the probe takes.
+        `gain` is the relative gain that is expected from it, and `seconds` is its duration. The
+        required gain grows with the fraction of the remaining time that the probe takes.
         """
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
@@ -217,8 +218,8 @@ class Budget:
     def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return the budget, in seconds, that would have left time for the missing first turns.
 
-        These turns take `missing_seconds`. Exploration uses a fixed part of the budget, so not all
-        of a larger budget is left for the turns.
+        `missing_seconds` is the time that these turns take. Exploration uses a fixed part of the
+        budget, so not all of a larger budget is left for the turns.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0

@@ -84,9 +84,9 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The device's curve in its own process, while the other devices compute too.
+        """The device's curve when it runs in its own process, while the other devices compute too.
 
-        It is fitted to the points of all devices of its group; None if there are none.
+        It is fitted to the points of all devices in this device's group; None if there are none.
         """
         return fit_curve(self.group_points, self._among)
 
@@ -152,8 +152,8 @@ class DeviceModel:
     def trusted_alone_rows(self) -> int:
         """The largest batch to measure next on the device in a round of devices alone.
 
-        It is larger than the largest batch that ran only by a limited factor. It is 0 before the
-        device ran.
+        It exceeds the largest batch that ran by a limited factor at most. It is 0 before the device
+        ran.
         """
         if self.solo_curve is None:
             return 0
@@ -179,8 +179,8 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It is larger than the largest batch that ran only by a limited factor. If the global batch
-        is free, a step of this batch must also be quick enough for the time left.
+        It exceeds the largest batch that ran by a limited factor at most. If the global batch is
+        free, a step of this batch must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -223,8 +223,8 @@ class DeviceModel:
     def _may_use_passes(self) -> bool:
         """True if the device may compute its share of a fixed batch in several passes.
 
-        False for a free batch, which is reduced instead. False also if a probe failed that had
-        several passes, because they may be the cause.
+        False for a free batch, which is reduced instead. Also False if a probe with several passes
+        failed, because the passes may be the cause.
         """
         fixed = self._problem.global_batch is not None
         return self._problem.micro and fixed and not self.evidence.undivided

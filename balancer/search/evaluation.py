@@ -127,8 +127,8 @@ class Evaluation:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return exploration's next probes after the race, with a budget of `seconds`.
 
-        If `seconds` is None, the budget is unlimited. This shows whether a search would go on if it
-        had more time.
+        None stands for an unlimited budget, with which the result shows whether a search would go
+        on if it had more time.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
@@ -463,9 +463,10 @@ class Evaluation:
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best single device of the race, else the fastest at the requested batch.
+        """Return the best single device of the race.
 
-        Return None if no single device ran at that batch.
+        If the race has none, return the fastest device alone at the requested batch, or None if no
+        device ran alone at that batch.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -513,10 +514,10 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how many seconds longer an exchange of all devices takes over several hosts.
+        """Return how much longer an exchange of all devices takes over several hosts than on one.
 
-        The index is the number of hosts; an exchange within one host is the reference. Return an
-        empty tuple if there is only one host.
+        The result has the difference in seconds for each number of hosts, which is the index. It is
+        empty if there is only one host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

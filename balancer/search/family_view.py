@@ -76,7 +76,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """The modes of packs whose best number of trainings is searched, each with its `Packing`.
+        """The modes of packs to try, each with its `Packing`, which finds the best pack.
 
         Empty if no packs were requested, or if no device can train alone in one pass.
         """

@@ -121,7 +121,7 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     """Return the layout with smaller passes on the devices that ran out of memory.
 
-    `full` are the positions of these devices. If it is empty, because they aren't known, all
+    `full` are the positions of these devices. If it is empty, because the devices aren't known, all
     devices get smaller passes. Return None if a pass already has only one row.
     """
     rows = list(layout.pass_rows)

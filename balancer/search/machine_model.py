@@ -110,9 +110,9 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration measured and that assigned its rows as this model assumes.
+        """Every split that exploration measured and whose rows are assigned as this model assumes.
 
-        Rows are assigned either in the order of the data or by cost, see `by_rows`.
+        A model assumes that rows are assigned in the order of the data, or by cost (see `by_rows`).
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
@@ -260,8 +260,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        If the fastest passes certainly fit, the layout has these, and otherwise smaller ones.
-        Return None if there is no such layout.
+        It has the fastest passes if they are safe like that, and otherwise smaller ones. Return
+        None if there is no such layout.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -90,10 +90,10 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may hold as much of the device as when `seen` ran out of memory.
+        """True if other processes may still hold as much memory as when `seen` ran out of memory.
 
-        Other processes are those outside this session. The result is True also if their memory is
-        unknown.
+        Other processes are those outside this session, and only the device at `position` counts.
+        The result is also True if their memory is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 

@@ -100,7 +100,7 @@ class Packing:
     def _rates(self) -> dict[int, float]:
         """The combined samples/s by number of trainings.
 
-        It is 0 for a number that failed if no smaller batch is worth trying.
+        If packs of a number failed, and no smaller batch is worth trying, the value is 0.
         """
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
@@ -112,8 +112,8 @@ class Packing:
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
         """True if packs of `size` trainings always ran out of memory and a smaller batch may fit.
 
-        `tries` are the observations of these packs. After `RETREATS` of them, or for a fixed batch,
-        no smaller batch is tried.
+        `tries` are the observations of these packs. After `RETREATS` observations, or for a fixed
+        batch, no smaller batch is tried.
         """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
@@ -122,8 +122,8 @@ class Packing:
     def _rate_of(self, layout: Layout) -> float:
         """Return a pack's combined samples/s, computed from all its turns.
 
-        They include turns after the pack was chosen, because its first measurement may have been
-        too high.
+        Turns after the pack was chosen count too, because its first measurement may have been too
+        high.
         """
         return throughput(self._policy.seen.turns(layout)).value
 

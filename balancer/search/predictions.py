@@ -92,7 +92,7 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over some or all of these devices, in one pass.
+        """Return the fastest split over some or all of these devices, each of which has one pass.
 
         Return None if none fits.
         """

@@ -195,7 +195,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices, as positions, among which to look for the most efficient one.
+        """Yield the sets of devices, as positions, of which the most efficient ones are chosen.
 
         A set has at least two devices, but not all. `costs` are the (active, idle) costs of each
         device.

@@ -373,7 +373,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, one: Observation) -> Observation:
-        """Return the observation converted to one of a training without shards.
+        """Return the observation as it would be in a training without shards.
 
         Its bytes don't include the device's part of the state.
         """
@@ -424,7 +424,7 @@ class Sharding:
         return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
     def _with_shards(self, probe: Probe) -> Probe:
-        """Return the probe converted to one of a sharded training with the same rows."""
+        """Return a probe of a sharded training with the same rows as this probe."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)

@@ -87,8 +87,8 @@ class SplitStage:
     def _best_rate(self) -> float:
         """The highest samples/s of the layouts that ran and could be the plan.
 
-        Splits count with the samples/s that are now predicted for them, single devices with those
-        measured while the others were idle.
+        For splits, these are the samples/s that are now predicted. For single devices, they are the
+        samples/s that were measured while the others were idle.
         """
         splits = [
             self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits

@@ -28,8 +28,8 @@ from .ranking import LEAST_RATE
 class WorkPoint(msgspec.Struct, frozen=True):
     """One measured step.
 
-    `error` is its relative standard error. It is at least TIE, because real steps differ from any
-    such model.
+    `error` is the relative standard error of its duration. It is at least TIE, because no model of
+    the cost of rows fits real steps exactly.
     """
 
     work: Work
@@ -186,7 +186,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in its own process, while the other devices are busy too.
+        """Each device's cost when it runs in its own process, while the other devices are busy too.
 
         Indistinguishable devices share one cost.
         """

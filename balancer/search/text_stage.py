@@ -130,8 +130,9 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
 
-        It isn't worth it once a pass took so much longer than the shortest one that this shows the
-        cost of tokens. It must also be possible that the pass fits, and that a training uses it.
+        It isn't if a measured pass already took so much longer than the shortest pass that the cost
+        of tokens is known, or if the larger pass would take too long. It must also be possible that
+        it fits, and that a training uses it.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

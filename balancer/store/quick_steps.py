@@ -41,7 +41,7 @@ MEDIAN_ERROR = 1.253  # standard error of a median, relative to that of a mean
 
 
 class QuickWindow(NamedTuple):
-    """The quick steps of one window of a training; the loop's time is 0 if it is unknown."""
+    """The quick steps of one window of a training, and the fixed loop's time, 0 if unknown."""
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed loop

@@ -342,8 +342,8 @@ def _list_ids() -> list[str]:
 def _has_begun(run: str) -> bool:
     """True if the first line of a run's journal was written.
 
-    A session that is killed at once leaves a run without it. True also if the journal can't be
-    opened, because its reader then reports the error.
+    A session that is killed at once leaves a run without that line. True also if the journal can't
+    be opened, because its reader then reports the error.
     """
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:

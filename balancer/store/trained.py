@@ -25,7 +25,7 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings with a plan that kept a journal.
+    """The trainings with one plan, as far as they kept a journal.
 
     `trainings` is their number. The speeds are from the last of them.
     """

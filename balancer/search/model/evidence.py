@@ -131,8 +131,8 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 def _may_blame_passes(position: int, seen: Observation) -> bool:
     """True if the observation is a failure that may be due to several passes.
 
-    The workload may not support them. This is possible if the device at `position` had several
-    passes in the probe, and the failure isn't the loss of a device.
+    The workload may not support several passes. The failure may be due to that if the device at
+    `position` had several passes in the probe, and if it isn't the loss of a device.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1

@@ -183,7 +183,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch that takes at most `limit_bytes`.
 
         Memory use is interpolated between the points, and extrapolated beyond the first and the
-        last. If there is a single point, it is assumed to be proportional to the batch. Return
+        last. With a single point, memory use is assumed to be proportional to the batch. Return
         `UNBOUNDED` if memory use doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)

@@ -187,7 +187,8 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
     """Return the curve of max(flat, fixed + slope * b) seconds for a batch b.
 
-    It is level up to the knee, where the two are equal. Without a knee above 0, it is straight.
+    The curve is level up to the knee, where both terms are equal. Without a knee above 0, it is a
+    straight line.
     """
     if slope > 0 and flat > fixed:
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -354,7 +355,7 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
     """True if the points show how wide the steps are, in samples per level.
 
-    `levels` are the numbers of the points' levels. The points must be on three levels, or on two
+    `levels` has the number of each point's level. The points must be on three levels, or on two
     levels whose nearest batches aren't far apart. Otherwise, very different widths fit the points.
     """
     rise = bisect_left(levels, levels[0] + 1)
