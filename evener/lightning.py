@@ -419,8 +419,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _share_loss(self, result: Any) -> Any:
         """Return the result of training_step with the global batch's loss in place of this rank's.
 
-        Only the value is replaced: gradients are still those of this rank's loss. With the same
-        value on all ranks, they make the same decisions.
+        Only the value is replaced: gradients are still those of this rank's loss. Ranks that decide
+        something by the value then make the same decision.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())

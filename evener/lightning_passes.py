@@ -58,10 +58,10 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss of a part's batch as training_step computes it; None if it returns None.
+    """Return the loss of a part's batch as training_step computes it.
 
-    `others` are the arguments of training_step other than the batch, by default the arguments for
-    an epoch's first batch.
+    Return None if training_step returns None. `others` are its arguments other than the batch, by
+    default the arguments for an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)

@@ -124,7 +124,7 @@ class FitHooks:
     def _timed(self, name: str, method: Any) -> Any:
         """Return a method like `method` whose duration is recorded under `name`.
 
-        It then counts as "files", for example, instead of as the time between two steps.
+        The duration then counts as "files", for example, and not as time between two steps.
         """
 
         @functools.wraps(method)

@@ -25,7 +25,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 class OwnRows(NamedTuple):
     """One process's rows of a global batch.
 
-    There is always at least one row. If the process has no rows, it is a filler row: `size` is 0
+    There is always at least one row. If the process has no rows, this row is a filler: `size` is 0
     and the row's results are dropped.
     """
 

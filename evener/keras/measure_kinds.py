@@ -343,7 +343,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind of a state: whether its change by all rows is the sum, the mean, and so on.
+    """Return the kind of a state: how its changes on the parts combine into its change on all rows.
 
     `start` is the state's value before, `whole` its value after all rows together, and `parts` are
     its values after each part, which has `sizes` rows.

@@ -114,7 +114,7 @@ class Workers:
             )  # True if labels differ between rows in some batch of this epoch
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return an empty scope: a process has one device, so Keras' own steps run anywhere."""
+        """Return an empty scope, because a process with one device needs no device scope."""
         return nullcontext()
 
     def sharing_failures(self) -> AbstractContextManager[None]:

@@ -110,7 +110,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the sums of all steps' durations, such as input and compute time.
+        """Return the durations of the steps' parts, such as input, summed over all steps.
 
         They are empty before the model has a split's hooks.
         """

@@ -353,9 +353,9 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
 def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
     """Start the job's processes through PyTorch's agent, and return how they ended.
 
-    The agent restarts the processes up to `max_restarts` times, which is only needed with several
-    hosts, whose agents have to restart together. Raises RequestError if PyTorch can't be imported,
-    and DeviceError if the hosts don't rendezvous in time.
+    The agent restarts the processes up to `max_restarts` times. Such restarts are only needed with
+    several hosts, because the agents of all hosts have to restart together. Raises RequestError if
+    PyTorch can't be imported, and DeviceError if the hosts don't rendezvous in time.
     """
     address = _find_address()
     environment = _describe_agent(job, address)

@@ -113,8 +113,8 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     shares that their curves predict to be fastest within memory. Several passes are used if the
     plan used them, or if the batch doesn't fit in memory otherwise. The throughput isn't measured,
     but estimated: it is the plan's throughput times the fraction of the batch that the remaining
-    devices had. Raises PlanError if no device is left, if the devices left compute no rows, or if
-    only one device of a sharded plan is left.
+    devices had. Raises PlanError if no device remains, if the remaining devices compute no rows, or
+    if only one device of a sharded plan remains.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)

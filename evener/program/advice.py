@@ -197,7 +197,7 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
     """Return the names of each model that optimizers train, without nested models.
 
     `names` maps the script's variables to their values, and `weights` has the ids of the
-    optimizers' parameters. A model may have several names. An element of a list comes first,
+    optimizers' parameters. A model may have several names. A name such as "models[0]" comes first,
     because other names may be set only in the loop.
     """
     left, found = set(weights), []
