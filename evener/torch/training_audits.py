@@ -453,7 +453,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or only with parts padded like the whole batch.
+        """Warn if a loss couldn't be audited, or if its parts were padded like the whole batch.
 
         In the second case, it is unknown whether other padding would change the loss.
         """
@@ -774,10 +774,10 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Warn if only some ranks have left out a batch; with `strict`, raise RequestError instead.
+        """Warn if only some ranks have left out a batch; with `strict`, raise RequestError.
 
-        If the reference is the program's own launcher, shares become equal instead. All ranks
-        do this in the same step.
+        If the reference is the program's own launcher, shares become equal instead. All ranks do
+        this in the same step.
         """
         if self.judge.over or not self._can_exchange:
             return
@@ -797,8 +797,9 @@ class TrainingAudits:
     def _compare_verdicts(self) -> None:
         """Read and compare the results of earlier audits that all ranks have written.
 
-        They are read READ_AFTER steps after an audit. By then all ranks have written them, because
-        no rank completes the all-reduce of the step in between before the others take part in it.
+        They are read READ_AFTER steps after an audit. By then all ranks have written them: each
+        step in between has an all-reduce, which no rank completes before the others take part in
+        it.
         """
         for step, keys in list(self._published.items()):
             if self.judge.step < step + READ_AFTER:

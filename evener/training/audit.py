@@ -151,10 +151,10 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the difference of the tensor that most exceeds its allowed rounding, or comes closest.
+    """Return the difference of one tensor: the largest, relative to its allowed rounding.
 
-    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if
-    all gradients are 0 or missing.
+    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
+    gradients are 0 or missing.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)

@@ -75,7 +75,7 @@ class StepListener:
     """The callbacks for a loader's steps; the methods of this base class do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called when an epoch begins whose order or lengths of rows come from the user.
+        """Called when an epoch begins, if its order or lengths of rows come from the user.
 
         `digest` is a digest of the order and lengths on this rank. A listener can compare the
         digests of all ranks, which must be equal.

@@ -410,9 +410,9 @@ def _agree(fault: str, remedy: str) -> None:
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
     """Load a checkpoint that `save` wrote under any shares, and return its `extra`.
 
-    Rank 0 reads the checkpoint, one unit at a time. If `optimizer` is None, its state isn't loaded.
-    Every rank has to call this function. Raises RequestError on every rank if the checkpoint is
-    missing or belongs to another model.
+    Rank 0 reads the checkpoint, one unit at a time. Without `optimizer`, no optimizer state is
+    loaded. Every rank has to call this function. Raises RequestError on every rank if the
+    checkpoint is missing or belongs to another model.
     """
     return _load(folder, model, find_sharded(model), optimizer)
 

@@ -193,7 +193,7 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start reducing the gradients over the ranks, with this rank's multiplied by `weight`.
+        """Start reducing the gradients over the ranks, multiplied by `weight` on this rank.
 
         Each rank receives the sums for its own shard.
         """
@@ -253,9 +253,9 @@ class Flat:
             slot.view = None
 
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of this rank's shard; if there is none yet, it is `made`, or zeros.
+        """Return the gradient of this rank's shard; create it if there is none yet.
 
-        Each slot then gets a view of its range in the gradient.
+        A new gradient is `made` or, without it, zeros. Each slot gets a view of its range in it.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made

@@ -23,7 +23,7 @@ def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
 class Segment:
     """Neighbouring parameters of a flat that are gathered in one dtype.
 
-    `start` and `stop` are its range in the flat's elements, and `byte` is its first byte in the
+    `start` and `stop` are their range in the flat's elements, and `byte` is their first byte in the
     gathered memory.
     """
 

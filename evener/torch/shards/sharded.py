@@ -194,10 +194,10 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that followed it last time.
+        """Gather a unit before it computes, and prefetch the unit that came next in the last pass.
 
-        A unit that is recomputed in a backward pass, for activation checkpointing,
-        is only gathered.
+        A unit that is recomputed in a backward pass, for activation checkpointing, is only
+        gathered.
         """
         if _in_backward():  # recomputed for activation checkpointing
             unit.gather()

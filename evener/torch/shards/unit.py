@@ -291,7 +291,7 @@ class Unit:
                 flat.free()
 
     def send(self, weight: float) -> None:
-        """Start to reduce the gradients over the ranks, with this rank's times `weight`."""
+        """Start to reduce the gradients over the ranks, multiplied by `weight` on this rank."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:

@@ -197,7 +197,7 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each parameter that any rank used to its all-reduced gradient.
+        """Set the `.grad` of each parameter to its all-reduced gradient, if any rank used it.
 
         `used` has a flag for each of `slots`. Gradients from before the batch are added.
         """

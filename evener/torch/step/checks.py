@@ -1,4 +1,4 @@
-"""Check before an optimizer's step that gradients belong to the whole batch and memory suffices.
+"""Check before an optimizer's step that gradients are the whole batch's and memory suffices.
 
 LBFGS also depends on the loss that its closure returns. Therefore each rank gets the mean loss over
 the whole batch, and all ranks take the same steps.

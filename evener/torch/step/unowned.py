@@ -1,12 +1,13 @@
 """Tensors that an optimizer trains and no module owns.
 
-Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log
-variances of several tasks.
+Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log variances of several
+tasks.
 
 Such tensors aren't in any wrapped model, so they are found through the optimizers that hold them.
 As for a wrapped model, their gradients are weighted when they are computed. They are summed over
-the ranks at the end of each backward pass; if a batch has several passes, only at the end of the
-last one. The sum is that of (n_i / N) * gradient_i over all ranks i, with n_i of N rows on rank i.
+the ranks at the end of each backward pass or, if a batch has several passes, only at the end of the
+last one. The result is the sum of (n_i / N) * gradient_i over all ranks i, with n_i of N rows on
+rank i.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Bucket:
     def has_come(self, came: set[int] | None) -> bool:
         """True if all gradients of the bucket have been computed.
 
-        `came` has the ids of the parameters whose gradients have been computed. If it is None, a
-        gradient counts as computed if it isn't None.
+        `came` has the ids of the parameters whose gradients have been computed. Without it, every
+        `.grad` that isn't None counts as computed.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))

@@ -55,8 +55,8 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
     """Call `start`, which starts collectives of evener's, and return its result.
 
-    All calls with an equal `kind` have to start as many collectives. Counting them takes longer
-    than starting them, so they are counted in the first call only.
+    All calls with an equal `kind` have to start the same number of collectives. Counting them takes
+    longer than starting them, so they are counted in the first call only.
     """
     global _own
     before = 0 if kind in _sizes else sum(count_exchanges().values())

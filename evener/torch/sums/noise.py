@@ -32,10 +32,10 @@ class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
     The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
-    sampled. `begin` is called for each batch, with each rank's number of rows (empty if
-    unknown) and the number of weight updates. A loop may fetch a batch before it has trained
-    the previous one. Therefore `note` is also called in each backward pass, with the batch that
-    it belongs to, if that batch is known.
+    sampled. `begin` is called for each batch, with each rank's number of rows (empty if unknown)
+    and the number of weight updates. A loop may fetch a batch before it has trained the previous
+    one. Therefore `note` is also called in each backward pass, with the batch of that pass if it is
+    known.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -70,7 +70,7 @@ class RankNoise:
     def note(self, batch: Any) -> None:
         """Record the batch to which the gradients of the current backward pass belong.
 
-        Its `sizes` are the numbers of rows on each rank.
+        The attribute `sizes` of `batch` has each rank's number of rows.
         """
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
