@@ -327,8 +327,8 @@ def _find_single(plan: Plan) -> Evidence | None:
 
     It is the single device of the race, or another one that was faster at the same batch. A device
     that was even faster than the plan isn't used: it was measured at a time when the machine was
-    faster. The plan's own device is never used if the plan has only one. If no device is left in
-    the race, it is the fastest of the other devices.
+    faster. The plan's own device is never used if the plan has only one. If the race has no such
+    device, it is the fastest of the other devices.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)

@@ -237,8 +237,9 @@ class Budget:
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
         """Return how much time the search may have spent when the stage ends, in seconds.
 
-        The first turns of the race and of the stage of knobs may use the whole budget; later turns
-        must end a little earlier. After the race, every stage may use nearly all of the budget.
+        Exploration and packs have limits of their own. The first turns of the race and of the stage
+        of knobs may use the whole budget; later turns must end a little earlier. After the race,
+        every stage may use nearly all of the budget.
         """
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget

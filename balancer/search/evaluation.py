@@ -292,8 +292,8 @@ class Evaluation:
     def best(self) -> Result | None:
         """The best layout of all that were measured and may still run; None before any measurement.
 
-        If the layout was measured again after it was chosen, only those turns give its samples/s,
-        because the highest of several noisy values is biased upwards.
+        If the layout was measured again after it was chosen, only the turns since then give its
+        samples/s, because the highest of several noisy values is biased upwards.
         """
         chosen = self._chosen
         if chosen is None:

@@ -195,8 +195,8 @@ class Predictions:
     def within(self, part: float) -> Allocation | None:
         """Return the layout with the smallest batch that should be nearly as fast as the fastest.
 
-        Its loss of samples/s is at most the fraction `part` of the tolerance. Return None for a
-        fixed batch, or without a tolerance.
+        It may be slower by the fraction `part` of the tolerance. Return None for a fixed batch, or
+        without a tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:

@@ -279,7 +279,7 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The seconds that it takes at least to measure every candidate and each knob once more.
+        """The minimum time, in seconds, to measure every candidate and each knob once more.
 
         A larger pack is measured only if this time remains afterwards.
         """
@@ -288,7 +288,7 @@ class Race:
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The seconds that it takes at least to measure the winner once with each knob."""
+        """The minimum time, in seconds, to measure the winner once with each knob."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 

@@ -48,9 +48,9 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is sensible. A single device isn't if every layout must use all devices. It
-        isn't either if it computes a free batch in several passes, because a smaller batch in fewer
-        passes would give the same samples/s.
+        Every split is. A single device isn't in two cases: if every layout must use all devices, or
+        if the device computes a free batch in several passes. A smaller batch in fewer passes would
+        then give the same samples/s.
         """
         if layout.traits.together:
             return True

@@ -343,9 +343,9 @@ class SoloStage:
     def _would_show_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
-        That is never so if a batch near the share was measured. Otherwise it is so if the share is
-        larger than all batches that ran, or if the optimistic curve is clearly faster at the share
-        than the fitted curve.
+        False if a batch near the share was measured. Otherwise True if the share is larger than all
+        batches that ran, or if the optimistic curve is clearly faster at the share than the fitted
+        curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False

@@ -142,9 +142,9 @@ class SplitStage:
     def _probe_first_single(self) -> Probe | None:
         """Return a probe of the fastest device alone, if it should precede the first split.
 
-        It may precede it only for a fixed batch. Without this probe, a short search could end with
-        only a split, which may be much slower than the device. Return None if the probe would leave
-        no time for a split that promises more.
+        This is only for a fixed batch. Without this probe, a short search could end with only a
+        split, which may be much slower than the device. Return None if the probe would leave no
+        time for a split that promises more.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None

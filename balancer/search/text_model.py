@@ -226,18 +226,17 @@ class TextModel(MachineModel):
     def costs(self) -> tuple[StepCost | None, ...]:
         """Each device's cost in splits.
 
-        It is the device's cost when it runs alone, multiplied by how much longer its compute time
-        (own work) in splits is than that cost predicts.
+        It is the device's cost when it runs alone, multiplied by its `_contention_factor`.
         """
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return how many times as long a device computes in splits as its cost alone predicts.
+        """Return the ratio of a device's compute time in splits to the time that `alone` predicts.
 
-        The compute time in splits is the measured own work. `alone` is the device's cost when it
-        runs alone.
+        The compute time is the measured own work. `alone` is the device's cost when it runs alone.
+        Without such measurements, the ratio is 1.
         """
         own = 0.0
         expected = 0.0

@@ -129,11 +129,11 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time that a first step at a new size takes to tune kernels, in later steps.
+        """How many later steps take as long as the tuning of kernels in a first step at a new size.
 
-        With TensorFlow, it is as long as up to 100 later steps. The number is fitted to the
-        quickest and the slowest step of each device alone. The part of a first step that doesn't
-        grow with the step's duration is overhead instead.
+        With TensorFlow, that is up to 100 steps. The number is fitted to the quickest and the
+        slowest step of each device alone. The part of a first step that doesn't grow with the
+        step's duration is overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):

@@ -423,9 +423,9 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if two measurements of different devices can't belong to one likely curve.
 
-    Both devices ran alone, and the difference exceeds the noise. Either the smaller batch took
-    longer than the larger one, or the batches are nearly equal and the larger one took longer by a
-    greater factor than it has more rows.
+    Both devices ran alone, and the difference exceeds the noise. In the first case, the smaller
+    batch took longer than the larger one. In the second case, the batches are nearly equal, and the
+    ratio of the times is larger than the ratio of the batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
