@@ -251,7 +251,7 @@ class TrainingJournal:
 
     @property
     def window_ends_at(self) -> float:
-        """The monotonic time from which on the next counted step ends the current window of steps.
+        """The monotonic time after which the next counted step ends the current window of steps.
 
         It is -infinity before the first window.
         """

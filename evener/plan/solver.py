@@ -32,7 +32,8 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
     """Return the curve through each device's knots.
 
     If any device has fewer than two knots, compute times are assumed to be proportional to rows on
-    all devices, so that they take equally long for the numbers in `rows` (`proportional_curves`).
+    all devices. All devices then take equally long for their numbers in `rows`
+    (`proportional_curves`).
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))

@@ -293,7 +293,7 @@ def _name_operation(call: ExchangeCall) -> str:
 
 
 def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
-    """Save the scalars that a call is about to overwrite in the guard, as one may be a loss."""
+    """Save, in the guard, the scalars that a call is about to overwrite; one may be a loss."""
     for each in each_tensor_in(call.filled):
         guard.save_scalar(each)
 

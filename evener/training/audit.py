@@ -119,7 +119,7 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that most exceeds its allowed rounding; None if there is none.
+    """Return the difference that most exceeds its allowed rounding; None if none exceeds it.
 
     - Without `repeats`, the allowed rounding is the floor of the tensor's type, or more if the
       tensor's gradient is very small beside the largest one.

@@ -175,8 +175,8 @@ def bound_error(seconds: float, step_s: float, relative: float, left: float = LE
     """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
     It is the smaller of two bounds. One is the fraction `relative` of the part. The other is the
-    fraction `left` of the rest of the step, which was measured, too: the rest is what remains when
-    the remedy removes the part, so an error of the part is an error of the rest.
+    fraction `left` of the rest of the step: the rest was measured, too, and is what remains when
+    the remedy removes the part, so its error limits the error of the part.
     """
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 

@@ -221,8 +221,8 @@ def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors in a parameter's optimizer state that are sharded.
 
-    They are sharded like the parameter. These are the tensors with at least one axis, such as
-    "exp_avg", but not step counters.
+    They are the tensors with at least one axis, such as "exp_avg", which are sharded like the
+    parameter. Step counters aren't sharded.
     """
     return [kind for kind, value in state.items() if _is_shard(value)]
 
