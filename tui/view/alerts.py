@@ -26,11 +26,12 @@ SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by mo
 
 
 class Alert(NamedTuple):
-    """A problem that has lasted for its time in `SECONDS`.
+    """A problem of a device or a training that has lasted long enough to be reported.
 
-    `kind` is a key of `SECONDS`. `about` is a device's key, a training's id or, for a training
-    without an id, "pid " and its process ID; `label` is its name on the screen. `text` describes
-    the problem, and `at_seconds` is the Unix time at which it was reported.
+    `kind` is a key of `SECONDS`, which has the time that such a problem must last. `about` is a
+    device's key, a training's id or, for a training without an id, "pid " and its process ID;
+    `label` is its name on the screen. `text` describes the problem, and `at_seconds` is the Unix
+    time at which it was reported.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class AlertRules(NamedTuple):
 class AlertWatch:
     """Checks every snapshot for problems, and reports each problem once.
 
-    A problem is reported when it has lasted for its time in `SECONDS`.
+    A problem is reported when it has lasted for the time that `SECONDS` has for its kind.
     """
 
     def __init__(self, rules: AlertRules) -> None:

@@ -246,11 +246,11 @@ def _reading(
 ) -> Column[Any]:
     """Return a column for the reading `field` of a sample.
 
-    A cell shows as much of the value, its limit, the `unit` and a bar as fits. `draw` formats the
-    value, and `tone` is its tone, or a function that returns it for a sample. `least_width` is the
-    number of cells without a bar. `limit` is the field with the value's maximum, if there is one;
-    `full` is the value that fills the bar without a `limit`, or 0 for no bar. The other parameters
-    are as in `Column`.
+    A cell shows the value, its maximum, the `unit` and a bar, as far as they fit. Without a bar, it
+    is `least_width` cells wide. `draw` formats the value, and `tone` is its tone; it may also be a
+    function that maps a sample to the tone of each value. `limit` is the field that has the
+    maximum, if there is one. Without it, `full` is the value that fills the bar, or 0 for no bar.
+    The other parameters are as in `Column`.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:

@@ -133,8 +133,8 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
     """Return a line with the CPU use, the load and the memory of the machine.
 
-    At its right end is `state` (such as "paused"). If `state` is "", as many totals of all devices
-    as fit are there instead.
+    At its right end is `state`, such as "paused". If `state` is "", the line ends with totals of
+    all devices, as many as fit.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -429,7 +429,7 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_search_text(row: ProcessRow) -> str:
-    """Return the text of a process in which the filter searches."""
+    """Return the text of a process that the filter searches for the user's words."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 

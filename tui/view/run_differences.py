@@ -20,7 +20,11 @@ MOST_CELLS = 44  # most cells of a value, so that compared values are close toge
 
 
 class ComparedFact(NamedTuple):
-    """One fact of both runs, such as their global batch, and its change if it can be computed."""
+    """A fact of two compared runs, such as their global batches.
+
+    `before` and `after` are its values in the two runs, and `change` the difference if it can be
+    computed.
+    """
 
     name: str
     before: str

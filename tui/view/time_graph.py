@@ -32,7 +32,7 @@ class PastTicks(Protocol):
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
         """Return the values of a metric at up to `newest` ticks, the oldest first.
 
-        `key` is that of a device or a training. A value is None at a tick without one.
+        `key` identifies a device or a training. At a tick without a value, the item is None.
         """
 
     def times(self, newest: int) -> tuple[float, ...]:

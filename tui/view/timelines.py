@@ -62,7 +62,7 @@ METRICS = (
 class TimeView(NamedTuple):
     """Which period the graphs show, and on which scale.
 
-    `per_dot` is the number of ticks of a column of dots. `cursor` is the index of a cell, counted
+    `per_dot` is the number of ticks per column of dots. `cursor` is the index of a cell, counted
     from the first tick; None without a cursor.
     """
 

@@ -57,7 +57,7 @@ class Reader(NamedTuple):
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the newest values of a metric; `key` is that of a device or a training."""
+        """Return the newest values of a metric; `key` identifies a device or a training."""
         return self.past.history(key, metric, self.window.newest)
 
 

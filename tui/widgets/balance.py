@@ -111,9 +111,9 @@ class LogPanel(ListPanel[LogRow]):
 
 
 class ResultPanel(Lines):
-    """The panel with a search's verdict, over the whole width, and the keys for the next steps.
+    """The panel with a search's verdict and the keys for the next steps.
 
-    Enter opens all results as a page.
+    It takes the whole width of the screen. Enter opens all results as a page.
     """
 
     can_focus = True

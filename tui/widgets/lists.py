@@ -69,7 +69,7 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def count(self) -> int:
-        """The number of rows; with a filter, of matching rows."""
+        """The number of rows that are listed: with a filter, only matching rows."""
         return len(self.rows)
 
     @property
@@ -185,7 +185,7 @@ class SortedPanel(ListPanel[RowT]):
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def search_text_of(self, row: RowT) -> str:
-        """Return the text of a row in which the filter searches."""
+        """Return the text of a row that the filter searches for the user's words."""
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
