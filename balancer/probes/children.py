@@ -75,7 +75,7 @@ class RunningChild(ABC):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        The inbox will get the reply or, if the child has exited, a message that says so.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Child(RunningChild):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        The inbox will get the reply or, if the child has exited, a message that says so.
         """
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))

@@ -180,10 +180,10 @@ class LocalHost:
 
 
 class HostService(LocalHost):
-    """The local host in evener's actor on another machine. Each call runs in its own thread.
+    """A `LocalHost` that evener's actor on another machine serves to this session.
 
-    Its children are identified by integer keys, which the calling `RemoteHost` chooses. `script` is
-    a copy of the user's files; None for a built-in workload.
+    Each call runs in its own thread. Children are identified by integer keys, which the calling
+    `RemoteHost` chooses. `script` is a copy of the user's files; None for a built-in workload.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class RemoteChild(RunningChild):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The reply is put into the inbox; if the child has exited, so is a message that says so.
+        The inbox will get the reply or, if the child has exited, a message that says so.
         """
         self._host.service.begin("send", self._key, command)
 

@@ -78,7 +78,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """The task that a rank was doing, as two verb phrases for messages."""
+    """A task of a rank, as a verb and its past form for messages."""
 
     verb: str
     past: str

@@ -341,8 +341,8 @@ def _is_doubtful(verdict: Verdict) -> bool:
 def _half_width(difference: RateGap) -> float:
     """Return the size of a gap's error: half of the width of its interval.
 
-    If the interval reaches farther above the gap than that, return the distance to its upper end.
-    The lower end can't be below -1, so the interval may be lopsided.
+    The interval may be lopsided, because its lower end can't be below -1. If the upper end is
+    farther from the gap than half of the width, return that distance instead.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
@@ -462,7 +462,7 @@ def _describe_batch(verdict: Verdict) -> Iterator[str]:
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts whose samples/s are more precise, if the plan's are too uncertain."""
+    """Yield faster layouts with precise samples/s, if those of the plan are too uncertain."""
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second

@@ -1,8 +1,8 @@
 """A workload made from a Keras model and its training data, with the same steps as in `fit`.
 
-All batch sizes use the same traced function with relaxed shapes, as in `fit`. Unless the worker's
-setup says otherwise, the batches of each step come from host memory, through the training's
-pipeline and train function.
+All batch sizes use the same traced function with relaxed shapes, as in `fit`. Each step takes its
+batch from host memory through the training's own pipeline, unless the worker's setup has another
+input.
 
 `sample_batch` is called once, for a pool of more rows than fit in a processor's caches. The pool's
 rows are reused in a shuffled order. The user's `training_data` is read as in a training run.

@@ -197,9 +197,9 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of the text number `row`, which are one more than its length.
+        """Return the tokens of a text: one more than its length.
 
-        Each token except the first is predicted from the previous tokens.
+        There is one more because each token except the first is predicted from the previous tokens.
         """
         return self._tokens[row : row + self.lengths[row] + 1]
 

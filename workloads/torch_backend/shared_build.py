@@ -53,7 +53,11 @@ class BuiltRecipe:
         return TorchWorkload(setup, self._take)
 
     def compute_in_parallel(self) -> None:
-        """Compute a little on all threads, with PyTorch and, if it is imported, with NumPy."""
+        """Multiply small matrices on all threads, with PyTorch and, if it is imported, with NumPy.
+
+        A forked copy of the process calls this on trial, because it hangs if the copy lacks
+        threads.
+        """
         torch.set_num_threads(self._threads)
         for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):
             square = make((WIDTH, WIDTH))

@@ -1,9 +1,9 @@
 """A workload made from a torch module, an optimizer, a loss and training data.
 
-It runs the same steps as the user's training. A single device runs a plain loop. Several devices
-have a process each, and all-reduce their gradients as in `evener.torch`, or they belong to a single
-process, if the workload places the parts of its model on them. Batches come from host memory in
-each step, unless the worker's setup says otherwise.
+It runs the same steps as the user's training. On a single device, it is a plain loop. Usually, each
+of several devices has a process, and the processes all-reduce their gradients as in `evener.torch`.
+But if the workload places the parts of its model on several devices, a single process drives them
+all. Each step takes its batch from host memory, unless the worker's setup says otherwise.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ class TorchWorkload(Workload, StepListener):
     def keep_batch(self, kept: bool) -> bool:
         """Reuse the next batch in all following steps if `kept`, otherwise use new batches again.
 
-        Returns False if rows have lengths, because batches then differ in work.
+        Return False if rows differ in length, because then a batch can't be reused.
         """
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has no batch to keep
