@@ -166,9 +166,9 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the duration in seconds of each measured step of one pass over rows of one length.
+        """Return the measured durations of steps with one pass over rows of one length, in seconds.
 
-        The keys are the tokens of the pass.
+        The keys are the numbers of tokens in the pass.
         """
         found = {}
         for seen in self.tried_alone(position):

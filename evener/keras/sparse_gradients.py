@@ -1,4 +1,4 @@
-"""Sparse gradients, such as that of an embedding table of which a batch uses only some rows.
+"""Sparse gradients, such as that of an embedding table when a batch uses only some of its rows.
 
 A sparse gradient consists of slices, one for each use of a row. Keras' optimizers square and clip
 each slice separately, so summing the slices of a row would change what is learned. A training on

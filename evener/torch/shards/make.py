@@ -149,7 +149,7 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if the model is sharded and no rank holds a trained parameter whole, such as an adapter.
+    """True if the model is sharded, and no rank holds any trained parameter (an adapter) whole.
 
     Gradients are then reduced a unit at a time, and no rank has the gradient of a few rows.
     """
