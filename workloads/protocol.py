@@ -236,7 +236,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the settings that are parameters of this function or class."""
+    """Return the settings that are parameters of this function or class."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 

@@ -292,10 +292,10 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return how much was measured, and why the search ended.
+    """Return how much was measured, and why the search ended, as text.
 
-    If the verdict (`found`) is given, the reason is worded so that it sounds no more certain than
-    the verdict does.
+    If the verdict (`found`) is given, its recommendation and the reason don't contradict each
+    other.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory

@@ -155,8 +155,8 @@ def throttle_tone(number: float) -> Tone:
 def traffic(sample: DeviceSample) -> Reading:
     """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
 
-    If some values are stale, so is the total. If no value is known, return the reading
-    that says why.
+    If some values are stale, the total is stale too. If no value is known, return the reading that
+    says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -238,9 +238,9 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of `height` cells from top to bottom, of which `count` steps are filled.
+    """Return a column of `height` cells, from top to bottom, that is filled up to `count` steps.
 
-    `levels` are the signs of the topmost filled cell, from empty to full; the cells below it have
+    `levels` are the signs of the topmost filled cell, from empty to full. The cells below it have
     the sign `shade`.
     """
     each = len(levels) - 1

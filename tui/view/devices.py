@@ -41,8 +41,8 @@ NEWEST_TICKS = 48  # most ticks in the history of a row
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device's row in the table: its newest sample and its recent history.
 
-    The history is that of its samples/s (`speeds`) if the device trains, otherwise that of its
-    utilisation (`busy`).
+    If the device trains, the history shows its samples/s (`speeds`), otherwise its utilisation
+    (`busy`).
     """
 
     sample: DeviceSample

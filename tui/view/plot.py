@@ -95,7 +95,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
     """Return an axis whose range contains all these numbers.
 
     A linear axis begins at 0, and a log2 axis begins and ends at powers of 2. Infinite numbers are
-    ignored. On a log2 axis, so are zero and negative numbers.
+    ignored; a log2 axis also ignores zero and negative numbers.
     """
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:

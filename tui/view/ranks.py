@@ -269,7 +269,7 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
     """Return a silent rank as a cause.
 
-    `waits` is True if other silent ranks are further in the step, so that they wait for this one.
+    `waits` is True if other silent ranks are ahead of this one in the step, and so wait for it.
     `unknown` is True if the progress of some ranks is unknown.
     """
     if waits and not row.doing:

@@ -104,8 +104,8 @@ def _signed(change: float) -> str:
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
     """Return the samples/s of both runs and every fact that differs, a line each.
 
-    A line has the value of run `one`, that of run `other`, and the change. If the runs' workloads
-    or devices differ, the lines begin with a warning.
+    A line has the value in run `one`, the value in run `other`, and the change. If the runs'
+    workloads or devices differ, the lines begin with a warning.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))

@@ -36,7 +36,7 @@ from .lines import Lines
 class ListPanel(Lines, Generic[RowT]):
     """A list of rows below a heading, with a cursor.
 
-    `cursor` is the index of the row under the cursor, and `top` that of the first visible row.
+    `cursor` is the index of the row under the cursor, and `top` the index of the first visible row.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
