@@ -103,9 +103,9 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 class EventThread:
     """Does work and reports events about it.
 
-    Either `run` does the work on the caller's thread, or the caller reads `events`, and the work
-    has a separate thread. A subclass implements `_work`, which reports events with `_emit`, waits
-    for `_going` before it begins each piece of work, and returns once `_halt` is set.
+    The caller may call `run`, which does the work on the caller's thread. Or it reads `events`;
+    then the work has a thread of its own. A subclass implements `_work`, which reports events with
+    `_emit`. It waits for `_going` before it starts anything new, and returns once `_halt` is set.
 
     If a signal interrupts the reader of the events, the signal handler can call `stop`, and the
     reader can continue to read.

@@ -141,7 +141,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, and those of its probes that haven't been observed yet.
+        """The last request for probes, and its probes that haven't been observed yet.
 
         None if all of them have been observed.
         """

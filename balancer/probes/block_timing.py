@@ -435,7 +435,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
     """Return the relative change of the step time during a probe, and whether it exceeds the noise.
 
-    The change is from the mean of the earlier half of the blocks to that of the later half. `means`
+    The mean of the later half of the blocks is compared with the mean of the earlier half. `means`
     has the step time of each block.
     """
     if len(means) < 2 * FEWEST_BLOCKS:

@@ -491,8 +491,8 @@ class ChildProber:
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """Return the positions of the devices on which a rank has failed.
 
-        Return an empty tuple if the rank's process drives several devices and the error doesn't
-        name one of them.
+        If the rank's process drives several devices, it is the device that the error names. If it
+        names none, return an empty tuple.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)

@@ -80,7 +80,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return the text with the paths of the copies replaced by those of the user's own files.
+        """Return the text with the paths of copied files replaced by those of the originals.
 
         It is used for tracebacks.
         """

@@ -277,10 +277,11 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the mean power of each device in watts.
+        """Return the mean power of each device in watts, for a step of `step` seconds.
 
-        A device's power is None if it runs another probe, or if the machine doesn't specify the
-        power. Return an empty tuple if no power is known.
+        `parts` has each device's compute time in the step. A device's power is None if it runs
+        another probe, or if the machine doesn't specify the power. Return an empty tuple if no
+        power is known.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -296,10 +297,11 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the durations of a step and of its parts while devices are throttled.
+        """Return the durations that `step` and `parts` have while devices are throttled.
 
-        `elapsed` is the time since the start of the probe in seconds. A throttled device computes
-        for longer, and the other devices wait for it.
+        `step` is the duration of a step, and `parts` has each device's compute time in it.
+        `elapsed` is the time since the start of the probe. All times are in seconds. A throttled
+        device computes for longer, and the other devices wait for it.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -312,7 +314,7 @@ class _SimulatedProbe:
         return step + longest_held - longest, held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the lost fraction of speed and the position of the most throttled device.
+        """Return the fraction of its speed that the most throttled device loses, and its position.
 
         The position is -1 if no device is throttled. `elapsed` is the time since the start of the
         probe in seconds.

@@ -215,9 +215,9 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how many times as long a training takes in a pack as on `single`, one device alone.
+    """Yield the duration of a training in a pack, divided by its duration on one device alone.
 
-    Yield nothing if the plan isn't a pack.
+    `single` is the measurement of the device alone. Yield nothing if the plan isn't a pack.
     """
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:

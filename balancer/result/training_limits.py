@@ -110,8 +110,8 @@ def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
 class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
-    `turns` are the measurements that have the parts of a step. `closer` is the one of them that
-    also timed steps without input or without a slow host; None if there is none.
+    `turns` are the measurements in which the parts of a step are known. `closer` is one that also
+    timed steps without input or without a slow host; None if there is none.
     """
 
     def __init__(
@@ -443,8 +443,8 @@ def _is_whole_sample(part: PartSeconds) -> bool:
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
     """Yield how much longer a step takes because of heat, a power limit or another process.
 
-    For each cause, the time is that of the device that loses most to it. Only devices that the
-    others wait for are considered.
+    Only devices that the others wait for are considered. For each cause, the time of the device
+    that loses most is given.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
