@@ -108,7 +108,7 @@ class Workload(ABC):
         `tokens` are the maximum padded tokens per pass on each rank.
 
         This method and `prepare_length` are called only for a workload with rows of unequal length.
-        Its facts have `lengths`, a uniform sample of the rows' lengths.
+        In such a workload, `facts` must contain `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 

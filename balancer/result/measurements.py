@@ -78,9 +78,9 @@ def _weight(doubt: MeasurementDoubt) -> float:
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
     """Yield the doubts about the chosen layout, and every loss that was NaN or infinite.
 
-    For a layout on several devices, disturbances of other layouts in the race count too, if they
-    lasted for most of a measurement. The ranks of a group can't tell such a disturbance from
-    waiting for each other, so it may be missing in the chosen layout's own measurements.
+    The ranks of a group can't tell a disturbance from waiting for each other, so it may be missing
+    in their measurements. If the chosen layout has several devices, disturbances of other layouts
+    in the race therefore count too, if they lasted for most of a measurement.
     """
     for one in seen:
         if isinstance(one, Timed):

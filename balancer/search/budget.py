@@ -5,9 +5,9 @@ is nearly all of the budget if only solo, even and split layouts are requested. 
 placements or knobs follow, because each of them starts child processes of its own, which takes
 time.
 
-Before the first split, there may be rounds of devices alone that aren't necessary for a plan. Such
-a round may take at most the fraction `EXPLORES` / 2 of the time that exploration has left, and must
-leave time for the first split. Any other probe only has to fit.
+Before the first split, devices may be measured alone in more rounds than a plan needs. Such a round
+may take at most the fraction `EXPLORES` / 2 of the time that exploration has left, and must leave
+time for the first split. Any other probe only has to fit.
 """
 
 from __future__ import annotations
