@@ -33,9 +33,9 @@ class MemoryPeaks:
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
         """Record the peak of a step whose passes had up to `rows` rows.
 
-        `held_bytes` is the memory in use between steps; the smallest value is stored.
-        Peaks are cumulative and caused by the largest pass, so a call with fewer rows than
-        before doesn't change the peaks.
+        `held_bytes` is the memory in use between steps; the smallest value is stored. A device
+        reports its highest peak so far, which its largest pass caused. Therefore no peak is stored
+        if an earlier call had more rows.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -67,8 +67,8 @@ class MemoryPeaks:
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
         """Return the maximum rows of a pass while `beside_bytes` of other memory are in use.
 
-        The fraction `left` of the capacity stays free. Return 0 if peaks of fewer than two sizes
-        were recorded, because they don't show which part of the memory depends on the rows.
+        The fraction `left` of the capacity stays free. Return 0 if peaks were recorded for fewer
+        than two sizes of pass, because one size doesn't show how much memory a row needs.
         """
         if self.sizes < 2:
             return 0

@@ -71,10 +71,9 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much a row of a batch of `batch` rows is worth, from 0 to 1.
+    """Return how much a row contributes to learning in a batch of `batch` rows, from 0 to 1.
 
-    The value is relative to very small batches: rows of batches far
-    below the noise scale are worth 1.
+    A row contributes 1 in a very small batch, far below the noise scale.
     """
     return noise_scale / (noise_scale + batch)
 
@@ -183,11 +182,11 @@ def _student(freedom: float) -> float:
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence with the noise scale, and with what rows of a batch are worth.
+    """Return a sentence with the noise scale, and with what samples are worth in a batch.
 
-    That is the fraction of their full worth that samples have in batches of `batch` rows. `steps`
-    is the number of steps in which the noise scale was measured. The sentence has no period at its
-    end.
+    Their worth in a batch of `batch` rows is a percentage of their worth in a very small batch, as
+    in `efficiency`. `steps` is the number of steps in which the noise scale was measured. The
+    sentence has no period at its end.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:

@@ -86,7 +86,10 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The fraction of the plan's pass that this pass computes: its weight in its loss."""
+        """The fraction of the plan's pass that this pass computes.
+
+        It is also the weight of this pass's mean loss in that of the plan's pass.
+        """
         return self.rows / self.planned if self.planned else 1.0
 
 
@@ -119,8 +122,9 @@ class PassLimit:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If they held 1 GiB or more when memory ran out, they may have been the cause: every
-        tenth step checks whether they now hold less than half of that, and then removes the limit.
+        unknown. If they held 1 GiB or more when memory ran out, they may have been the cause. In
+        that case, every tenth step checks how much they hold, and removes the limit if it is less
+        than half of what they held before.
         """
         self.step += 1
         self._clean_steps += 1
@@ -146,10 +150,11 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Record that a pass of `rows` rows ran out of memory; raise DeviceError after 20 in a row.
+        """Count consecutive failures of passes that can't be halved; raise DeviceError after 20.
 
-        Only passes that are too small to be halved count, because each half would have fewer than
-        `least` rows. `held` says what used the memory, for the error message.
+        A pass of `rows` rows has run out of memory. It counts only if its halves would have fewer
+        than `least` rows, because other passes are halved and retried. `held` says what used the
+        memory, for the error message.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -241,11 +246,11 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Return the pass that `take` returned last to the front of the queue, because it failed.
+        """Put the pass that `take` returned last back at the front of the queue, because it failed.
 
-        If `is_whole`, all of its rows must be recomputed before `complete` returns True again. Pass
-        False while pieces of an earlier failed pass are being recomputed: this pass then remains
-        one of those pieces.
+        If `is_whole`, `complete` returns False until all rows of this pass are recomputed. Pass
+        False if this pass is a piece of an earlier failed pass that is still being recomputed:
+        `complete` then returns False until all rows of that earlier pass are recomputed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

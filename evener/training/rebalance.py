@@ -10,8 +10,8 @@ total. They must also be faster in most of these windows, including both of the 
 change of speed is detected in two windows, a small one in up to 64. The initial shares of a
 training run are changed only for a larger gain.
 
-If the next change soon reverses a change, the first of the two was a mistake. The next change then
-needs 32 windows, and twice as many after each further mistake, until a change lasts.
+A change that the next change soon reverses was a mistake. After a mistake, a change needs 32
+windows, and after each further mistake twice as many, until a change lasts.
 
 If no curve was measured, compute time is assumed to be proportional to rows. The effect of a
 change of rows then shows which part of the compute time is fixed. A pass costs the host about
@@ -99,7 +99,7 @@ class Room(NamedTuple):
     def rows_of_a_pass(self, share: int) -> int:
         """Return the maximum rows of a pass when a rank computes `share` rows.
 
-        If the share fits in memory at once, it is one pass.
+        A share that fits in memory at once is computed in one pass.
         """
         return self.in_several if self.in_several and share > self.at_once else share
 
@@ -219,15 +219,16 @@ class Rebalancer:
 
         - `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
         - `limits` are each rank's maximum rows per pass since memory ran out (0: it never did).
-        - `fits` are the rows that memory is predicted to fit at once (0: not measured).
-        - `passes_fit` are the same for each of several passes (0: shares can't be divided further).
-        - `step_s` is the median duration of a whole step, to which gains are relative (0: the
-          compute time is the whole step).
-        - `fewest` is the minimum number of windows for a change (0: compute time doesn't limit the
-          steps, so the window is ignored).
+        - `fits` are the rows that each rank's memory is predicted to fit at once (0: not measured).
+        - `passes_fit` are the predicted rows of each pass that fit if a share is computed in
+          several passes (0: shares can't be divided further).
+        - `step_s` is the median duration of a whole step; gains are relative to it (0: the compute
+          time is the whole step).
+        - `fewest` is the minimum number of windows for a change. It is 0 if compute time doesn't
+          limit the steps; the window is then ignored.
 
-        Windows whose rows aren't the current shares are ignored, too. New shares
-        apply to the following windows.
+        A window is also ignored if its rows aren't the current shares. New shares apply to the
+        following windows.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -377,7 +378,11 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
-        """Update the standard deviation of each rank's windows from the last two windows."""
+        """Update the noise of each rank: how much its factor varies from one window to the next.
+
+        The noise is a standard deviation of logarithms. `factors` are those of the newest window:
+        each rank's compute time divided by the time that its curve predicts.
+        """
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):

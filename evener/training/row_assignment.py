@@ -144,8 +144,8 @@ class AssignmentSearch:
     def _list_places(self) -> Iterator[int]:
         """Yield the row indices at which the sorted batch may be cut, then its number of rows.
 
-        So that there are few, each place must have a row that is at least 3 % shorter than the row
-        at the place before.
+        To limit their number, the row at each place is at least 3 % shorter than the row at the
+        place before.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -301,10 +301,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
         """Assign rows of these `lengths` so that all ranks should finish at the same time.
 
-        Each rank gets at least one row if there are enough rows. Rows of equal length are assigned
-        in their order and in proportion to the ratios, like rows without lengths. Other rows are
-        sorted first, so that a pass has rows of similar length, because its cost is its number of
-        rows times the cost of its longest row.
+        Each rank gets at least one row if there are enough rows. Rows of equal length are divided
+        in their order by the ratios of the shares, as if they had no lengths. Rows of different
+        lengths are sorted first, so that a pass has rows of similar length, because its cost is its
+        number of rows times the cost of its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)

@@ -48,12 +48,11 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add the values of a step, or of time that counts towards the next step.
+        """Add the times of a step, or times that belong to a step that hasn't ended yet.
 
         `step` has a value for each field of StepSums, in the same order. Its first value, the
-        number of steps, is 0 for time that counts towards the next step. `seconds` is the sum of
-        the durations in `step`. `own_s` is the measured duration of this step alone, by default
-        `seconds`.
+        number of steps, is 0 if the step hasn't ended yet. `seconds` is the sum of the durations in
+        `step`. `own_s` is the measured duration of this step alone, by default `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds

@@ -62,7 +62,7 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
     """Return the index in `active` of the share of each rank.
 
-    `active` are the plan's shares that have work for a device. Ranks are matched to shares by
+    `active` are the plan's shares of the devices that take part. Ranks are matched to shares by
     device. If no rank's device is found among the shares, they are matched by host and local rank.
     If the shares name no hosts either, rank 0 gets the first share, and so on. Raises PlanError
     unless each rank has a share of its own.
@@ -103,8 +103,9 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
     """Return the index in `active` of a process's share, found by its device.
 
-    If the name of the process's device is unknown, its local rank counts the plan's GPUs that it
-    can see: local rank 1 has the second of them. Return None if no share is found.
+    If the name of the process's device is unknown, the share is found among those of the plan's
+    GPUs that the process can see: local rank 0 has the first of them, local rank 1 the second. A
+    process that sees only one GPU has that one. Return None if no share is found.
     """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:

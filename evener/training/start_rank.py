@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Return TORCHELASTIC_RESTART_COUNT as an environment variable that counts all restarts.
+    """Return the environment variable TORCHELASTIC_RESTART_COUNT, corrected to count all restarts.
 
     On its own, PyTorch's agent counts only the restarts that processes of its own host caused.
     Therefore each start is also recorded in a file in `folder`. Return {} if the agent doesn't

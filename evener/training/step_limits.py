@@ -154,11 +154,12 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part in the StepSums field `name` if it takes 5 % of a step or more.
+        """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
 
-        `spared` is the fraction of this time that a remedy saves. If some rank needs less than half
-        as long, the time is a problem of one rank: the part is then of the kind `alone`, if given,
-        and a remedy saves at most the time that other ranks wait for that rank.
+        `spared` is the fraction of this time that a remedy saves. If another rank needs less than
+        half of the time, the problem is that of a single rank. The part then has the kind `alone`,
+        if that is given, and a remedy saves at most the time that the other ranks wait for that
+        rank.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -197,9 +198,9 @@ class _Finder:
     def _find_lead(self, place: int) -> float:
         """Return for how long all other ranks wait for the rank at `place`, in seconds a step.
 
-        It is computed from what the ranks do, not from their waiting. Only some steps are timed, so
-        long waits in single steps are known less well than files and validation, which are timed in
-        all steps.
+        It is computed from the times that ranks are busy, because measured waits are less complete.
+        Waits are timed in only some of the steps, so a long wait in a single step may be missed.
+        The times for files and validation are measured in all steps.
         """
         busy_s = [each.input_s + each.own_work_s + each.between_s for each in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
@@ -207,10 +208,11 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the uncertainty of how a remedy changes the rest of a step, in seconds.
+    """Return the uncertainty of a remedy's effect on the rest of a step, in seconds.
 
-    It is half of a 95 % interval. The remedy removes a part that takes `seconds` from a step that
-    takes `step_s` seconds. The rest of the step may then take more or less time.
+    The remedy removes a part that takes `seconds` from a step that takes `step_s` seconds. The rest
+    of the step may then take more or less time than before. The uncertainty is half of a 95 %
+    interval.
     """
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
@@ -294,12 +296,12 @@ def _find_host(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return the time for which a rank waits for ranks without a core in a step, in seconds.
+    """Return the seconds per step for which a rank waits for ranks that lack cores (starved ranks).
 
-    It is 0 unless all ranks are starved, because each of them is then the last one in some steps.
-    A rank may lack a core while it waits, too, which is part of its starved time. So the result is
-    at most what is left of a step (`step_s` seconds) without starved time, computing and the
-    exchange.
+    If all ranks are starved, each of them is the last one in some steps, and the others wait for
+    it; otherwise the result is 0. A rank may also lack a core while it waits, and that time is
+    already counted as starved. So the result is at most what is left of a step (`step_s` seconds)
+    without starved time, computing and the exchange.
     """
     if not all(each.starved >= LEAST_SHARE for each in ranks):
         return 0.0
@@ -313,10 +315,10 @@ def _wait_for_starved(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return how much longer the slowest rank computes than if all ranks finished together.
+    """Return the excess: how much longer the slowest rank computes than if all finished together.
 
-    Return None if that excess, or the longest wait of another rank, is within noise or less than 5
-    % of a step.
+    Return None if the excess, or the longest wait of another rank, is within noise or less than 5 %
+    of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
