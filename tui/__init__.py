@@ -1,4 +1,4 @@
 """The commands and the full-screen app: everything a person sees.
 
-It measures and decides nothing.
+This package measures nothing and decides nothing.
 """

@@ -191,8 +191,8 @@ class Sampled(Message):
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
-    If the request has `compare`, the session compares layouts of the families that it names, such
-    as splits or single devices. To resume a run, pass the arguments of `open_run` as `resumed`.
+    If `request.compare` is set, the session compares layouts of the families that it names, such as
+    splits or single devices. To resume a run, pass the arguments of `open_run` as `resumed`.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -438,9 +438,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the sampler what each device is training in a running probe, for the monitor.
+        """Tell the sampler how fast each device trains in the running probes, for the monitor.
 
-        That is its samples/s (None until they are known) and its rows per pass.
+        The sampler gets each device's samples/s (None until they are known) and its rows per pass.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:

@@ -45,7 +45,7 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start a training by this plan, which begins with the next reading.
+        """Start a training by this plan; the next reading is the first that shows it.
 
         The plan must have a share for each card. It is safe to call this from any thread.
         """

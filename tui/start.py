@@ -127,7 +127,7 @@ def draw_app(
 ) -> int:
     """Run an app on this terminal inside the context `around`, and return the exit code.
 
-    After the app, print its closing lines or where the traceback of a crash is.
+    When the app has ended, print its closing lines or, after a crash, where the traceback is.
     """
     app.publisher.start()
     app.snapshot = app.publisher.latest()

@@ -103,9 +103,9 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with the budget of the command line, and the seconds to add to a run.
+    """Return the request with the value of `--budget`, and the seconds by which a run is extended.
 
-    The seconds are None unless the run `resume` is extended, as by `--budget +5m`. Raises
+    The seconds are None unless the run `resume` is extended, for example by `--budget +5m`. Raises
     RequestError for `+5m` without `--resume`.
     """
     if budget is None:

@@ -154,9 +154,9 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
 
-    An earlier reading has been made, so that each snapshot has rates. If a reading fails in a loop,
-    for example because no file descriptor is free, yield the last snapshot again, marked as stale.
-    Raises DeviceError if there is no earlier snapshot.
+    The devices are read once before the first snapshot, so that every snapshot has rates. If a
+    later reading fails in a loop, for example because no file descriptor is free, yield the last
+    snapshot again, marked as stale. Raises DeviceError if any other reading fails.
     """
     from evener.devices.sampler import stale
 
@@ -295,8 +295,8 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     """Yield the table of trainings, then the ranks of each training and what slows it down.
 
-    A training without an id that has one process appears in the table only, which already shows
-    all of its values.
+    A training with a single process and no id is only listed in the table, which already shows all
+    of its values.
     """
     rows = _join(snapshot)
     if not rows:
@@ -326,9 +326,9 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to a browser until a signal arrives, and return the exit code.
 
-    `look` has options of the app by their flags; a flag without a value has the value True.
-    `port` 0 takes a free port. Raises RequestError or DeviceError if the app couldn't start
-    with these devices.
+    `look` maps flags of the app, such as `--theme`, to their values; the value of a flag that takes
+    none is True. `port` 0 takes a free port. Raises RequestError or DeviceError if the app couldn't
+    start with these devices.
     """
     from evener.devices.sampler import open_sampler
 

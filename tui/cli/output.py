@@ -81,7 +81,7 @@ def terminal_columns() -> int | None:
 def draws_screens() -> bool:
     """True if the full-screen app can run: in a browser, or on a terminal that isn't a dumb one.
 
-    In a browser, the environment names a driver for Textual.
+    When the app is shown in a browser, the environment variable TEXTUAL_DRIVER is set.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True

@@ -24,8 +24,8 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
     """Return the error to print for an exception of the parser; None for any other exception.
 
-    The error's remedy names the help of a command: the one that the exception belongs to or, if it
-    has none, `command`, such as "evener probe".
+    The error's remedy names the help of the command that raised the exception. If the exception
+    doesn't tell which one that is, it is taken to be `command`, such as "evener probe".
     """
     describe = getattr(error, "format_message", None)
     if describe is None:

@@ -136,7 +136,7 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if the form can be shown ("new") or the run can be resumed ("go_on")."""
+        """True if `action` is possible: showing the form ("new") or resuming the run ("go_on")."""
         state = self.evener.balance
         if self.evener.replays:
             return True

@@ -186,7 +186,7 @@ class SortedScreen(PanelScreen):
         return self.query_one(SortedPanel)
 
     def action_filter(self) -> None:
-        """Open the field for the filter, whose words rows must contain."""
+        """Open the filter's field; the list then shows only the rows that contain its words."""
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()

@@ -140,11 +140,12 @@ class RunActions(UsesApp):
 
 
 class SaveDialog(FieldDialog):
-    """Asks for a path and writes a file to it, after asking again if the file exists.
+    """Asks for a path, and writes a file to it.
 
-    `what` names the document, `name` is the proposed path, and `endings` are the allowed file name
-    extensions. `save` writes the file in a thread, because it may be slow. `next_step` returns a
-    sentence for the written path that says what to do next, or "".
+    If the file exists, the user must first confirm that it may be replaced. `what` names the
+    document, `name` is the proposed path, and `endings` are the allowed file name extensions.
+    `save` writes the file in a thread, because it may be slow. `next_step` returns a sentence for
+    the written path that says what to do next, or "".
     """
 
     def __init__(
@@ -244,7 +245,8 @@ class TrainDialog(FieldDialog):
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
     """Ask for the command that trains by a run's plan, start it, and open the Trainings screen.
 
-    The proposed command names the file to which the plan was written, or else a file to write.
+    The proposed command names the plan's file. If the plan wasn't written yet, it will be written
+    to a new file in the current directory.
     """
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"

@@ -1,7 +1,7 @@
 """Serves the monitor's newest snapshot as Prometheus metrics over HTTP.
 
-Metrics that dcgm-exporter exports too have the same names. A value that isn't current has no
-sample, as Prometheus recommends, so that a series ends instead of showing a false zero.
+Metrics that dcgm-exporter also exports have the same names here. A value that isn't current is left
+out, as Prometheus recommends, so that its series ends instead of showing a false zero.
 """
 
 from __future__ import annotations
@@ -455,7 +455,7 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name: nvidia0 as in dcgm-exporter, or for example cpu0 or sim0."""
+    """Return a device's short name, such as nvidia0 (as in dcgm-exporter), cpu0 or sim0."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 

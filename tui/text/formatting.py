@@ -49,8 +49,8 @@ def energy_cells(
 ) -> tuple[str, str, str]:
     """Return the table cells of a layout's energy: samples per joule, active and idle watts.
 
-    Active and idle watts are those of the devices that are in use or idle. The samples per joule
-    count the energy of both. If no power is known, each cell is "-".
+    Active watts are those of the devices in use, and idle watts those of the other devices. The
+    samples per joule count the energy of both. If no power is known, each cell is "-".
     """
     watts = active_watts + idle_watts
     if not watts:

@@ -236,7 +236,7 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of a layout, given its measurements (`bar`).
+    """Return the table row of a layout; `bar` has its measurements.
 
     `tokens` and `energy` add the columns of tokens and energy. The row shows the throughput as a
     bar, whose faint end is the 95 % interval. `most` is the throughput that fills the bar's whole

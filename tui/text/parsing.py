@@ -143,8 +143,8 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 def _default_framework(workload: str | None) -> str:
     """Return the framework of a workload whose framework the user hasn't specified.
 
-    A built-in workload has a framework, and a user's file imports one. If the workload doesn't
-    determine it, return the installed framework; tensorflow comes before torch.
+    It is the framework of a built-in workload, or the one that a user's file imports. If neither is
+    known, it is the installed framework; tensorflow comes before torch.
     """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
@@ -226,11 +226,11 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return the value of `--devices` that selects only the chosen ones of several devices.
+    """Return a value of `--devices` that selects only some of the devices that `spec` selects.
 
-    `devices` are all devices that the value `spec` selects, and `chosen` are the indices of the
-    chosen ones in them. Raises RequestError if no device is chosen, or only some devices of a
-    machine file.
+    `devices` are all devices that `spec` selects, and `chosen` are the indices in `devices` of
+    those to select. Raises RequestError if no device is chosen, or only some devices of a machine
+    file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

@@ -83,7 +83,7 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the next steps for the user, each a sentence with a command, that apply the plan.
+    """Return the next steps for the user: sentences, each with a command that applies the plan.
 
     For an unfinished run (`end` is None), return the command that resumes it.
     """

@@ -81,8 +81,8 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 def list_doubts(seen: Timed) -> list[str]:
     """Return the doubts about a measurement, such as "speed drifting".
 
-    If the measurement was too short, "steps vary a lot" is left out, because so few steps don't
-    show how much steps vary.
+    If the measurement was too short, "steps vary a lot" is left out, because the variation of so
+    few steps says little.
     """
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -200,7 +200,8 @@ def share_text(layout: Layout, device: int) -> str:
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """Return the active devices with their shares, such as GPU:0[820] GPU:1[568].
 
-    Tuned options follow in parentheses. If this makes more than `most` words, the rest is counted.
+    Tuned options follow in parentheses. Text of more than `most` words ends in "and 3 more", for
+    example.
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
