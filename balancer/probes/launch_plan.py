@@ -245,8 +245,9 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
-    The decision is based on how much memory processes have held so far, by position and rows per
-    pass. `available_bytes` returns the free memory of the host with the least free memory.
+    The decision is based on the memory that earlier processes held, for each device position and
+    number of rows per pass. `available_bytes` returns the free memory of the host with the least
+    free memory.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:

@@ -137,11 +137,11 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return a layout's measurements by turn number.
 
-        `stage` is the stage that counts; by default, it is the race or, for a layout with knobs,
-        the stage of knobs. If the race has no turn 0 for the layout, a measurement from before the
-        race takes its place, provided that nothing else ran at the same time. Turns in which a
-        device was throttled are left out if there are others. If checks show that the machine has
-        changed, only the measurements since the first check are returned.
+        Only measurements of `stage` are returned. The default is the race or, for a layout with
+        knobs, the stage of knobs. If the race has no turn 0 for the layout, a measurement from
+        before the race takes its place, provided that nothing else ran at the same time. Turns in
+        which a device was throttled are left out if there are others. If checks show that the
+        machine has changed, only the measurements since the first check are returned.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE

@@ -83,7 +83,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the layout of the next passes to measure on one device; None if its cost is known.
+        """Return the next passes to measure on a device; None if the cost of its passes is known.
 
         All rows of these passes have the same length.
         """

@@ -116,9 +116,10 @@ def _fit_slope(
 def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
     """Return a training's quick step at full speed: the weighted median of its windows.
 
-    `times` and `slowed` are logarithms, and `slope` corrects the times. Other programs only make
-    windows slower, so the spread is taken from the windows below the median, and slow windows count
-    as at most two standard deviations above it.
+    `times` are the logarithms of the windows' step times. `slowed` are the logarithms of how much
+    slower than at full speed the windows' cores were, and `slope` times `slowed` is subtracted from
+    `times`. Other programs only make windows slower, so the spread is taken from the windows below
+    the median, and slow windows count as at most two standard deviations above it.
     """
     spread = SLOPE_SPREAD * slope
     values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]

@@ -110,7 +110,8 @@ class TrainerComputations:
 
         - The reference: all rows in one process. With `follows_launcher`, it is the mean over equal
           parts, as the program's own launcher computes it.
-        - The computation by shares: passes are weighted by what the loss is a mean over.
+        - The computation by shares: each pass is weighted by its number of rows or
+          tokens, whichever the loss averages over.
 
         The result also has variants of the computation by shares, from which an audit determines
         the cause of a difference.

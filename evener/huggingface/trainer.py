@@ -223,8 +223,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step and the number of its items over all ranks.
 
-        The passes are lists, one for each of the `num_batches` global batches. The filler row of a
-        rank without rows is computed with weight 0. The number of items is None if the trainer
+        The result has a list of passes for each of the `num_batches` global batches. The filler row
+        of a rank without rows is computed with weight 0. The number of items is None if the trainer
         doesn't count items.
         """
         self._planned.end()

@@ -224,7 +224,7 @@ class TracedStep:
             yield
 
     def _read_margins(self) -> list[Any]:
-        """Return the margins (left minus right side) of the decisions in the graph being traced."""
+        """Return the margin of each comparison in the graph being traced: left minus right side."""
         found = list(list_decisions(tf.compat.v1.get_default_graph()))
         self._places[:] = [place for place, _ in found]
         margins = [read_margin(operation) for _, operation in found]

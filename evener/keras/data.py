@@ -40,8 +40,9 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign the rows of a batch to devices by length, given the `tokens` in each row.
 
-    Return the order of the rows (device after device), the places in that order where each device's
-    rows begin and the last one's end, and the length in tokens of each device's longest row.
+    Return the order of the rows (device after device), the positions in that order at which each
+    device's rows begin, then the position at which the last device's rows end, and the length in
+    tokens of each device's longest row.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:

@@ -66,10 +66,10 @@ class Engine(Protocol):
         """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Return a function that calls `run`, Keras' train function, with the engine's work."""
+        """Return a function that calls `run`, Keras' train function, as this engine needs it."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that calls `run`, Keras' test function, with the engine's work."""
+        """Return a function that calls `run`, Keras' test function, as this engine needs it."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for methods of the model other than its steps, by name."""

@@ -354,8 +354,8 @@ class DevicePasses:
     ) -> list[Any]:
         """Return the values of the states after a pass of `count` rows from row `start` on.
 
-        `values` are the values after the previous passes, `states` the states with the values from
-        which this pass started, and `scope` has the values that this pass assigned.
+        `values` are the states' values after the previous passes. `states` are pairs of a state and
+        the value from which this pass started. `scope` has the values that this pass assigned.
         """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):

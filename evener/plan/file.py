@@ -306,9 +306,9 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Return the plan converted to the lowest schema that can hold it.
+    """Return the plan converted to the oldest current schema that can represent it.
 
-    A journal may contain a plan of schema 1.
+    Old journals contain plans of schema 1.
     """
     sharded = any(
         layout.traits.sharded

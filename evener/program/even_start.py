@@ -75,7 +75,7 @@ class EvenStart:
         return shares
 
     def note_collective(self, name: str, place: str) -> None:
-        """Record the first collective that the program calls in the first steps, with even shares.
+        """Record the first collective that the program calls during the even first steps.
 
         `place` is the file and line of the call.
         """

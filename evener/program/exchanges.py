@@ -323,8 +323,8 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line in the program's own code that calls a collective.
 
-    The search starts at `frame`, the caller of the hook. The result, such as "train.py:12", is
-    empty if a library in LIBRARIES makes the call.
+    The search starts at `frame`, the caller of the hook. The result is, for example,
+    "train.py:12"; it is "" if a library in LIBRARIES makes the call.
     """
     while frame is not None and is_between(frame):
         frame = frame.f_back

@@ -202,7 +202,7 @@ class Program:
         self._own_iteration = type(loader).__name__
 
     def note_loader(self, loader: Any) -> None:
-        """Record the DataLoader over which a loop begins, for messages to the user."""
+        """Record the DataLoader that a loop begins to iterate over, for messages to the user."""
         self._newest_loader = weakref.ref(loader)
         self._has_begun_early = not self.models
 

@@ -328,7 +328,7 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """A choice among a few words, which the left and right keys, Space or a click change."""
+    """A choice among a few words; the left and right keys, Space and a click change it."""
 
     can_focus = True
 

@@ -738,7 +738,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Compute the times of a step that the device has finished from its marks."""
+        """Compute, from its marks, the times of a step that the device has finished."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])

@@ -241,7 +241,7 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Determine the batch of each forward pass of a model, for the weight of its gradients.
+        """Find the batch of each forward pass of `model`, because it determines gradients' weights.
 
         Inputs of the model are moved to `device`.
         """
