@@ -234,8 +234,8 @@ class Guard(Recorder):
     def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is a sum over the batch's rows, such as a count of labels.
 
-        The recorded calls are run again on a few rows, at once and in two parts. A tensor with a
-        gradient counts as no sum, and neither does one whose calls are unknown.
+        The recorded calls are repeated for a few rows, at once and in two parts, to see whether the
+        parts add up. It is False if the tensor has a gradient or its calls are unknown.
         """
         places, _, is_known = self._walk(tensor)
         entries = [self._tape[place] for place in sorted(places)]
@@ -370,7 +370,7 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss, after all ranks computed the same passes.
+        """Return why shares can't be used with a loss; all ranks run the same passes to find out.
 
         `record` has the recorded calls of the loss on this rank, or the reason why there are none.
         The result is the same on all ranks, and empty if no rank objects. If a rank already has a
@@ -438,8 +438,8 @@ class Guard(Recorder):
     def _find_limit(self, record: LossRecord) -> str:
         """Return why a rank can't have more rows than in this batch; empty if nothing is known.
 
-        If the loss uses a tensor with as many rows as the batch that isn't in the batch, the loss
-        of one more row is computed, without its gradient.
+        The loss may use a tensor with one entry per row that isn't in the batch. In that case, this
+        method tries to compute the loss of one more row, without its gradient.
         """
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
             return ""
@@ -454,10 +454,11 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the guard may find a loss to be a sum, and `cause` says that it is; note that.
+        """Accept that a loss is a sum over rows, if that is the cause of a difference (`cause`).
 
-        A number in the loss or with its gradients that may count rows, such as len() of a list,
-        would make a mean look like a sum.
+        Return True if it is accepted; `are_sums` is then True. It isn't accepted if this guard
+        mustn't look for sums, or if a number in the loss may count rows, such as len() of a list.
+        Such a number would make a mean look like a sum.
         """
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False
@@ -466,15 +467,15 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums, and gradients are changed by a number that may count rows."""
+        """True if losses are sums, but gradients are changed by a number that may count rows."""
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
         """Return a few rows that the loader's collate function has collated again.
 
-        Return None if collating them again may give a different batch, or if each row has tensors
-        of its own, as in a list of pictures: their number then depends on the number of rows. The
-        rows are fetched on the first call only.
+        Return None if collating them again may give a different batch, or if the number of tensors
+        in a batch depends on its number of rows, as in a list of pictures. The rows are fetched on
+        the first call only.
         """
         if not self._collated and self._few is not None:
             few = self._few()

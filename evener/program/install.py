@@ -175,7 +175,7 @@ def _watch_steps(_: Any) -> None:
 
 
 def _watch_loader_classes(torch: Any) -> None:
-    """Hook each class of DataLoaders that has its own `__iter__`, when the class is made.
+    """Hook each class derived from DataLoader that has its own `__iter__`, when it is defined.
 
     An example is torchdata's StatefulDataLoader.
     """

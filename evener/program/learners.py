@@ -1,7 +1,7 @@
-"""Let a Learner of fastai that trains on one device run once under `evener run`.
+"""Let a fastai Learner that trains on one device train in a single process under `evener run`.
 
-A Learner gathers its figures from all ranks if the variable WORLD_SIZE says that there are several,
-also without a process group.
+If the environment variable WORLD_SIZE names several ranks, a Learner gathers metrics from all of
+them, even without a process group. A hook prevents that.
 """
 
 from __future__ import annotations

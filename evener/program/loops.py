@@ -167,7 +167,7 @@ class Loop:
         return False
 
     def summarize_row(self) -> tuple[float, ...]:
-        """Return sums over one row, the same row on every rank; () if unknown."""
+        """Return sums over one row, which is the same row on every rank; () if unknown."""
         if self.sampler is None:
             return ()
         number = next(iter(self.sampler.sample_rows(1, 1)))
@@ -178,7 +178,7 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated as the shares would collate them.
+        """Return a few rows of the current batch, collated as they would be with shares.
 
         Return None if collating can't differ from slicing the batch, or if the loader's collate_fn
         doesn't reproduce the batch that the program received.
@@ -254,11 +254,12 @@ class SharedBatches:
         return EpochBatches(self)
 
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
-        """Yield an epoch's batches.
+        """Yield an epoch's batches, divided by shares if possible.
 
-        `drawn` has those of the program's sampler, of which one is drawn for each batch that is
-        yielded: a loop may leave an epoch early, and the next epoch's rows may depend on how far
-        the sampler got. If `resumes` is True, `drawn` resumes an epoch, and isn't divided.
+        `drawn` has the batches of the program's own sampler. One of them is drawn for each batch
+        that is yielded, because a loop may leave an epoch early, and the next epoch's rows may
+        depend on how far the sampler got. If `resumes` is True, `drawn` resumes an epoch, and its
+        batches are yielded unchanged.
         """
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide() if opens and not resumes else None
@@ -468,7 +469,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Start an iteration in which one rank reads the rows of all ranks, and yield its batches.
 
-    In a program that trains, report this as the reason why shares stay even.
+    If the program trains in it, report that shares stay even for this reason.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)

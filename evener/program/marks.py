@@ -1,4 +1,7 @@
-"""Mark tensors, and find the marks again, also by the storage that tensors share with views."""
+"""Mark tensors, and find their marks.
+
+A mark is on a single tensor, or on a storage and so on all tensors that share it as views.
+"""
 
 from __future__ import annotations
 

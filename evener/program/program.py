@@ -106,9 +106,9 @@ class Program:
     def trains(self, loader: Any) -> bool:
         """True if a loop over a DataLoader that begins now is probably a training loop.
 
-        Its models are then in training mode, or the program has trained with this loader before: a
-        program may leave them in evaluation mode after an epoch. Without other ranks, the result is
-        False.
+        In such a loop, a model is in training mode, or the program has trained with this loader
+        before: a program may leave its models in evaluation mode after an epoch. Without other
+        ranks, the result is False.
         """
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not group or self._others or not torch.is_grad_enabled():
@@ -198,7 +198,7 @@ class Program:
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_own_iteration(self, loader: Any) -> None:
-        """Record that a loader in the training makes its batches by an iteration of its own."""
+        """Record that the program trains with a loader whose own `__iter__` makes the batches."""
         self._own_iteration = type(loader).__name__
 
     def note_loader(self, loader: Any) -> None:
@@ -352,8 +352,8 @@ class Program:
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record that the program's own code calls the collective `name` in a trainer's step.
 
-        `start` manages the trainer's first steps, which are even. After these steps, a warning is
-        printed instead if shares are uneven.
+        `start` manages the trainer's first steps, which are even. In later steps nothing is
+        recorded, but a warning is printed if shares are uneven.
         """
         place = find_callback()
         if not place or not start.is_training:
@@ -580,7 +580,7 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make audits compare a run's shares with equal shares, as under its own launcher.
+        """Make audits compare a run's shares with the equal shares of the program's own launcher.
 
         If an audit finds a difference, the training run returns to even shares.
         """
@@ -746,7 +746,7 @@ class Program:
         )
 
     def _view_shares(self, loop: Any, guard: Guard | None) -> RankView:
-        """Return this rank's view of steps by shares; `guard` is the closed guard of the last."""
+        """Return this rank's record of steps by shares; `guard` is the last step's closed guard."""
         order = loop.shared_batches.digest
         if guard is None:
             return RankView("", order, self._rates)

@@ -120,8 +120,8 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
     """Raise RequestError on every rank if shares change the gradient of the first batch.
 
-    This audit can't wait for the first step: a plan's shares are uneven from that step on, and the
-    result of a later audit reaches all ranks only after two steps.
+    An audit in the first step would be too late: a plan's shares are uneven from that step on, and
+    the result of such an audit reaches all ranks only after two steps.
     """
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
@@ -130,10 +130,10 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Enter a context in which a Trainer uses a ProgramStrategy; the context yields it.
+    """Enter a context in which a Trainer uses a ProgramStrategy; the context yields this strategy.
 
-    It shares the attributes of `strategy`, the Trainer's own, and stays in use after the context.
-    If an error is raised in the context, the Trainer gets `strategy` back.
+    The new strategy shares the attributes of `strategy`, the Trainer's own one, and stays in use
+    after the context. If an error is raised in the context, the Trainer gets `strategy` back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy

@@ -30,7 +30,7 @@ class Rows(Protocol):
 
 
 class Totals:
-    """Tracks tensors that are sums over all ranks' rows, or computed from such sums alone."""
+    """Tracks tensors that are sums over all ranks' rows, or are computed only from such sums."""
 
     def __init__(self) -> None:
         self._whole = TensorMarks()
@@ -62,9 +62,9 @@ class Totals:
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
         """Note what a function computes from sums over all rows.
 
-        If the result may depend on the shares, because a value of this rank's own rows is used
-        with the sum, or because the program reads it as a number, return the collective's place.
-        Otherwise return "".
+        Return the collective's place if the result may depend on the shares. That is so if a sum is
+        used with a value of this rank's own rows, or if the program reads it as a number. Otherwise
+        return "".
         """
         leaves = leaves_in((arguments, keywords))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
@@ -87,8 +87,9 @@ class Totals:
     ) -> str:
         """Note what a function computes from sums over all rows and other tensors.
 
-        Return `place` if one of the other tensors is a value of this rank's own rows. One with a
-        gradient isn't: it is a part of the loss, which is computed again in parts.
+        Return `place` if one of the other tensors is a value of this rank's own rows. A tensor with
+        a gradient doesn't count as such: it is a part of the loss, which is computed again in
+        parts.
         """
         others = [each for each in tensors if not self._whole.find(each)]
         own = [each for each in others if rows.goes_by_rows(each)]
@@ -103,7 +104,10 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Note that all ranks' sums are joined; return their place for any other function."""
+        """Note that a function joins the gathered sums of all ranks, as torch.stack does.
+
+        `parts` are the sums' places; the first is returned for any other function.
+        """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
             return parts[0]
@@ -127,10 +131,10 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True for a value in arithmetic that can't be a count of this rank's rows.
+    """True if a value in arithmetic can't be a count of this rank's rows.
 
-    These are tensors, 0 and 1, and the number of ranks, unless it equals the number of rows and the
-    program has asked for that.
+    Tensors, 0 and 1 can't be. The number of ranks can't be either, unless it equals the number of
+    rows and the program has asked for that number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True

@@ -112,9 +112,10 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks compute their losses, or change weights and gradients, with other numbers.
+    """True if ranks compute their losses, or change weights and gradients, with different numbers.
 
-    The counts of `uses` differ if only one rank computed something, for example to log it.
+    Numbers that change weights and gradients (`uses`) are compared only if all ranks have equally
+    many. One rank may have more because it computes something alone, for example to log it.
     """
     looked = [each for each in every if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
@@ -123,7 +124,7 @@ def _have_other_numbers(every: list[RankView]) -> bool:
 
 
 def differ(every: Sequence[Any]) -> bool:
-    """True if some numbers of one rank differ from those of the first by more than rounding."""
+    """True if any rank's numbers differ from those of the first rank by more than rounding."""
     return any(not _are_near(each, every[0]) for each in every)
 
 
@@ -168,11 +169,11 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why the step of an optimizer can't be done by shares.
+    """Return why an optimizer steps outside of all loops that evener can divide by shares.
 
-    The step is outside of all loops that evener can divide by shares. `models` are the wrapped
-    models, and `of_loader` is the reason if the optimizer trains one of them. The result is empty
-    if it trains none of them.
+    `models` are the wrapped models; if there are none, that is the reason. If the optimizer trains
+    one of them, the reason is `of_loader`, which is about the loop's loader. If it trains none of
+    them, the result is empty.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:
