@@ -90,11 +90,11 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     """Group the gradient tensors that are summed together; return the positions in each group.
 
     `tensors` are pairs (bytes, type) in the order in which the gradients become ready, and groups
-    are returned in the same order. Tensors of different types are never in the same group. Less
-    than 8 MiB in total are summed in one group per type. More bytes are split into two groups per
-    type: an early group, which overlaps with the backward pass, and a late group with at most
-    LATE_PART of all bytes, or only the last tensor. The last `apart` tensors are then left out of
-    both groups and form a third group, which is summed at the end.
+    are returned in the same order. Tensors of different types are never in the same group. If there
+    are less than 8 MiB in total, each type has one group. Otherwise, each type has two groups: an
+    early one, which overlaps with the backward pass, and a late one with at most LATE_PART of all
+    bytes, or only the last tensor. In this case, the last `apart` tensors are in neither of them:
+    they form a third group, which is summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

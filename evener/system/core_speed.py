@@ -1,8 +1,8 @@
 """Time a fixed loop, which shows how fast a core computes at the moment.
 
-A core is slower while its other hardware thread is busy, perhaps with another virtual machine, or
-while its clock is low. The same steps then take up to half as long again, for seconds, though no
-program waits for a core.
+A core is slower while its clock is low, or while its other hardware thread is busy, perhaps with
+another virtual machine. A step may then take up to 1.5 times as long, for seconds, although no
+thread waits for a core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class CoreSpeed:
     def take(self) -> float:
         """Return a low percentile of the loop's times since the last call; 0 without samples.
 
-        A low percentile of step times belongs to the same moments.
+        It can be compared with a low percentile of step times, because both belong to the moments
+        at which the core is fast.
         """
         samples = sorted(self._samples)
         self._samples = []

@@ -126,8 +126,9 @@ class CoreWatch:
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
     """Return the time that the hypervisor took from a process between two readings, in seconds.
 
-    The stolen time of the process's cores is multiplied by the process's fraction of their busy
-    time. The kernel counts a thread's stolen time neither as running nor as waiting.
+    The kernel counts a thread's stolen time neither as running nor as waiting. Therefore it is
+    estimated: the stolen time of the process's cores is multiplied by the process's fraction of
+    their busy time.
     """
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
     ran_s = last.ran_s - before.ran_s

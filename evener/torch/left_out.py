@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
-On one device, the program would leave out the whole batch or none of it. Audits don't detect the
-difference, because the loss is computed as usual in most steps. A program leaves out a batch by
-computing another loss, which is 0 (such as `loss * 0`). Each rank records the steps with such a
-loss, and the ranks compare their records through the store of their process group.
+On one device, the program would leave out the whole batch or none of it. Audits don't notice this,
+because in most steps the loss is computed as usual. A program leaves out a batch by computing
+another loss, which is 0 (such as `loss * 0`). Each rank records the steps with such a loss, and the
+ranks compare their records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LeftOutBatches:
         """Record whether this rank leaves out a loss of the current step, which is then 0.
 
         Call this method before the backward pass. `made_of` identifies the operations that computed
-        the loss. Reading a loss waits for the device. Therefore a loss is no longer read once the
-        same operations have computed one other than 0.
+        the loss. To read a loss, the host has to wait for the device. Therefore, once operations
+        have computed a loss other than 0, the losses of the same operations are no longer read.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 

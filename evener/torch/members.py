@@ -48,8 +48,9 @@ _HOOKS = ProcessHooks(_register)
 class Members:
     """Lists the parameters and buffers of a model, which it references only weakly.
 
-    What other modules register doesn't count: transformers' models make a new ModuleList of some of
-    their layers in each forward pass.
+    They are listed again only if one of the model's own modules registers something. Other modules
+    do so often: transformers' models make a new ModuleList of some of their layers in each forward
+    pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,9 +64,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that the module `parent` registers something.
+        """Note that the module `parent` registers something that may belong to the model.
 
-        It may have `parameters`, `buffers` or, as a module does, both.
+        This may be a parameter (`parameters`), a buffer (`buffers`), or a module, which may have
+        both.
         """
         if id(parent) not in self._modules:
             return

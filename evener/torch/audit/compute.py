@@ -338,8 +338,8 @@ def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
 
     Tensors with a single value, and subclasses of Tensor, are left out. The host compares the
     values of small tensors and the first values of others, because a GPU needs 50 ms to load the
-    operations that compare. It compares only the rest of a large tensor that begins with equal
-    values.
+    operations that compare. A large tensor is compared on its own device only if its first values
+    are equal.
     """
     plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]

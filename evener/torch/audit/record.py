@@ -473,7 +473,8 @@ class LossRecord:
         converts numbers read from a tensor's size; ROW_COUNTS also converts numbers equal to the
         recorded number of rows, or to its inverse; MULTIPLES also converts multiples of these.
         Raises ValueError if the batch has another number of tensors than the recorded batch, or if
-        a call needs a library's object that isn't in the batch, as in rows that were cut.
+        a call needs a library's object that the batch doesn't have, for example because it was cut
+        by rows.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -593,9 +594,9 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def may_count(rows: int, number: float) -> bool:
-    """True if `number` may have been computed from the number of rows, `rows`.
+    """True if `number` may count rows: it is a multiple of `rows`, or the inverse of a multiple.
 
-    It is then `k * rows` or `1 / (k * rows)` for an integer `k`.
+    Such a number must be converted when a loss is computed again for another number of rows.
     """
     return bool(_scale(MULTIPLES, rows, 2 * rows, number) != number)
 

@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """Detects changes of settings from one call of `have_changed`, a check, to the next."""
+    """Detects settings that change between two checks; a check is a call of `have_changed`."""
 
     def __init__(self) -> None:
         self._checks = 0

@@ -179,7 +179,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     """Return the random sums of a sparse gradient, whose lines are its stored rows.
 
-    The sign of a line is that of its index in the dense gradient, whether or not other
+    The sign of a line depends only on the line's index in the dense gradient, not on which other
     lines are stored.
     """
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)

@@ -40,8 +40,9 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
     """The two computations of an audit, without one possible cause of a difference.
 
-    If they agree, it is the cause. `trained` is the training run's computation without that cause.
-    `reference` is the reference computation without it, or None if the reference needs no change.
+    If they agree, the difference has that cause. `trained` is the training run's computation
+    without the cause. `reference` is the reference computation without it, or None if the reference
+    needs no change.
     """
 
     trained: Computation

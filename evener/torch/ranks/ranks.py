@@ -169,7 +169,8 @@ def fetching_threads(processes: int) -> int:
 def return_memory() -> None:
     """Make glibc return large blocks to the system as soon as they are freed.
 
-    Otherwise the gathered units of a sharded model would leave gaps as large as the model.
+    Otherwise a sharded model, whose layers are gathered one after the other, would leave gaps in
+    the memory that are as large as the model.
     """
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
