@@ -50,9 +50,9 @@ def choose_devices(
 ) -> Discovery:
     """Return the listed devices that the terms name, in the terms' order.
 
-    A term without a pick selects all `visible` devices. Raises DeviceError if none is visible;
-    `hidden` is the setting that hides them, for the message. The result has a note on each device
-    of which other programs use more than 5 % of the memory.
+    A term that picks no single device selects all `visible` devices. Raises DeviceError if none is
+    visible; `hidden` is the setting that hides them, for the message. The result has a note on each
+    device if other programs use more than 5 % of its memory.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -98,8 +98,9 @@ def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[De
     """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
 
     `variable` is its value; return all devices if it is None (unset). Entries are indices or
-    prefixes of ids. Entries after the first that matches no device are ignored, and a device named
-    twice hides all devices. Source: CUDA C++ programming guide, environment variables.
+    prefixes of ids. If an entry matches no device, it and all entries after it are ignored. If a
+    device is named twice, no device is visible. Source: CUDA C++ programming guide, environment
+    variables.
     """
     if variable is None:
         return tuple(devices)
@@ -360,7 +361,7 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
-        """Return variables as `show` does, with numbers instead of ids where both mean the same.
+        """Return the variables of `show`, with numbers instead of ids where both are equivalent.
 
         Some libraries, such as DeepSpeed, can read only numbers.
         """

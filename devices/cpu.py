@@ -193,7 +193,7 @@ STEADY_MALLOC = {
 class CpuSlices(Backend):
     """The backend for CPU slices.
 
-    The child itself enforces a limit in percent, by busy-waiting before each step.
+    A limit in percent is enforced by the child process itself, which busy-waits before each step.
     """
 
     kind = "cpu"

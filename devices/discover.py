@@ -110,11 +110,11 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return messages about full devices, and messages about devices on which others compute now.
+    """Return messages about full devices, and messages about devices that other programs use now.
 
     A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2 GiB)
     and also below its own limit. Call this before a session starts child processes, which would
-    count as others.
+    count as other programs.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -130,7 +130,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if others compute on a device now; "" if not, or if its load is unknown."""
+    """Return a message if other programs compute on a device; "" if none do or it is unknown."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)

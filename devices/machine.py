@@ -42,8 +42,9 @@ Curve = Annotated[Points, Meta(min_length=2)]
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of the synchronization time per step that isn't hidden by computation, in ms.
 
-    Within a host, it is `base_ms`, and `per_device_ms` for each device after the first. Across
-    hosts, `network_ms` and `per_host_ms` are added in the same way.
+    Within a host, it is the sum of `base_ms`, and of `per_device_ms` for each device after the
+    first. If there are several hosts, `network_ms` is added, and `per_host_ms` for each host after
+    the first.
     """
 
     base_ms: Amount = 0.0
@@ -104,7 +105,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def fixed_ms(self) -> float:
         """The milliseconds of a step without rows, estimated from the curve.
 
-        They are the lowest intercept of the lines through neighbouring points.
+        A line through each pair of neighbouring points gives an estimate; the lowest one is used.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -322,8 +323,8 @@ class Machine(msgspec.Struct, frozen=True):
         """Return the peak memory in bytes of a device in sharded training, for one pass of rows.
 
         The device holds the fraction `part` of the model's state. If `in_passes`, the step has
-        several passes, so the device also holds the gradients of the other ones. Raises ValueError
-        if the machine file describes no shards.
+        several passes, and the device also holds the gradients that are accumulated over the
+        passes. Raises ValueError if the machine file describes no shards.
         """
         shards = self.shards
         if shards is None:

@@ -36,10 +36,10 @@ def loopback_interface() -> dict[str, str]:
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use the right interface.
+    """Return the environment variables that make gloo and NCCL use the right network interface.
 
-    It is the one through which this host (`host`) reaches the other `hosts`. Variables that
-    are already set are left out. Return an empty dictionary if there are no other hosts or no
+    Through this interface, this host, which is named `host`, reaches the other `hosts`. Variables
+    that are already set are left out. Return an empty dictionary if there are no other hosts or no
     route to them.
     """
     others = [other for other in hosts if other != host]

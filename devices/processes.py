@@ -83,7 +83,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """The previous reading of a process, with what is needed to compute its CPU use since."""
+    """The previous reading of a process, from which its CPU use since then is computed."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid
@@ -157,7 +157,7 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:
-    """Send a signal to the process of this row; the `name` "TERM", for example, stands for SIGTERM.
+    """Send the signal `name`, such as "TERM" for SIGTERM, to the process of this row.
 
     Raises RequestError if the process has ended, if its pid now belongs to another process, or if
     this user may not signal it. A pidfd is held while the start time and owner are checked, so that

@@ -91,9 +91,9 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices with this limit, for a machine without other devices.
+    """Return CPU slices with this limit, because this machine has no other devices.
 
-    They have a note that says so; `why` is the reason why there are no other devices.
+    A note tells the user that the CPU is used; `why` says why there are no other devices.
     """
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
@@ -140,8 +140,8 @@ def import_path(inherited: str) -> str:
     """Return the PYTHONPATH for a child process that must import the same evener as this process.
 
     `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
-    that directory comes first. An editable install needs no directory: that of the checkout would
-    also expose its other packages, such as `workloads`, which may clash with the user's.
+    that directory comes first. With an editable install, no directory is added: the checkout also
+    contains other packages, such as `workloads`, which may clash with the user's.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

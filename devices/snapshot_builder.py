@@ -257,10 +257,11 @@ def _with_local_ids(
 ) -> Training:
     """Return a training's report with its devices identified by the ids of this machine.
 
-    Devices that have an id already or aren't on this machine stay unchanged. If a device has only
-    an index, it is the framework's own number, which CUDA_VISIBLE_DEVICES shifts. Such indices are
-    matched to the GPUs on which the driver reports the process (`pids`, by device id) if there are
-    as many. Otherwise they are taken to be the driver's.
+    Devices that have an id already or aren't on this machine stay unchanged. Other devices have
+    only the framework's index, which doesn't count devices hidden by CUDA_VISIBLE_DEVICES. `pids`
+    are the processes that the driver reports, by device id. If the driver reports this process on
+    as many GPUs as there are indices, they are matched in order. Otherwise the indices are taken to
+    be the driver's.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -279,7 +280,7 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each index in `bare`, as the training's framework numbers devices.
+    """Return the device for each index in `bare`, which are indices of the training's framework.
 
     `seen` are the devices on which the driver reports the process. If there are as many of them as
     indices, they are matched in order. Otherwise the indices are taken to be the driver's.

@@ -308,8 +308,8 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
     """Reserve the node's free GPUs except the wanted ones, and return the agents that hold them.
 
-    Ray can then assign only the wanted GPUs there, which are given by their UUIDs. The reservations
-    end when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
+    `wanted` are UUIDs. Ray can then assign only these GPUs on this node. The reservations end when
+    the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []

@@ -408,8 +408,8 @@ class GpuReader:
         """Return an estimate of the percentage of throttled time, and the current reasons.
 
         A reason in one of two successive readings counts for half of the time between them, and a
-        reason in both for all of it. For a chip with counters, return `rate`, which isn't known
-        yet, as it is.
+        reason in both for all of it. On a chip with throttling counters, `rate` is returned
+        instead, although its value isn't known yet.
         """
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -462,8 +462,8 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """The processes on one GPU, with their memory and their use of the multiprocessors.
 
-    The last answer is kept between readings and during temporary failures. The driver has been
-    asked for the use up to the time `since`, in microseconds of the driver's clock.
+    The last answer is kept between readings and during temporary failures. `since` is the time of
+    the newest sample of use that the driver has returned, in microseconds of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -1,9 +1,9 @@
-"""Metrics read by NVML calls: each call is repeated once its period is over.
+"""Read metrics by NVML calls, and decide when to repeat each call.
 
-Until then, the last value is returned with its age. Failures are classified and retried. The
-activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later).
-It needs two samples, so each tick's sample is kept and paired with the next tick's, which avoids
-waiting.
+A call is repeated once the metric's period is over; until then, the last value is returned with its
+age. Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
+performance monitoring (GPM, Hopper and later). It needs two samples, so each tick's sample is kept
+and paired with the next tick's, which avoids waiting.
 """
 
 from __future__ import annotations

@@ -192,9 +192,8 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if it may be a GPU that doesn't answer. The GPUs are searched by number
-    instead of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of
-    appearing to be missing.
+    Raises NVMLError if it isn't found but some GPU doesn't answer, because it may be that GPU.
+    NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no such GPU.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
