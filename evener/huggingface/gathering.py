@@ -37,9 +37,10 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over a number of rows (`rows`), by which `mean` weights it. If a pass was
-    computed in pieces, `sum` counts the value of each piece (`sums`). So a program that averages or
-    sums gathered values gets the same result as with equal shares.
+    Each value is a mean over a number of rows (`rows`). `mean` weights it by that number. If a pass
+    was computed in pieces because memory ran out, `sum` adds the values of all of its pieces
+    (`sums`). Therefore a program that averages or sums gathered values gets the same result as with
+    equal shares.
     """
 
     rows: torch.Tensor

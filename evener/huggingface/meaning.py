@@ -277,8 +277,8 @@ class LossFinder:
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
         """True if gradients and losses of two computations differ only by rounding.
 
-        A small term of the loss, such as a load-balancing term of experts, may at first change only
-        the loss by more than rounding.
+        Losses are compared too, because a small term of the loss, such as a load-balancing term of
+        experts, may change the loss noticeably but the gradient hardly at first.
         """
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
@@ -356,7 +356,7 @@ def _relate_losses(one: Sketch, other: Sketch) -> float:
 
 
 def _difference_of_losses(one: Sketch, other: Sketch, allowed: float) -> GradientDifference:
-    """Return the difference of two losses, of which rounding explains `allowed` of their size."""
+    """Return the difference of two losses; `allowed` is the relative difference due to rounding."""
     return GradientDifference(
         name=LOSS,
         relative=_relate_losses(one, other),
@@ -433,8 +433,8 @@ def _find_alone(
 def _mask_some(few: FewRows) -> FewRows:
     """Return the rows with most labels of the first rows ignored, or unchanged if not needed.
 
-    Masking is needed if the first part has about the same fraction of the labels as of the rows,
-    because means over rows and over labels would then be nearly equal.
+    Masking is needed if the first part's fraction of all labels is about the same as its fraction
+    of all rows, because means over rows and over labels would then be nearly equal.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

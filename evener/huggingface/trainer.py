@@ -205,9 +205,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return an evaluation loader that divides the batches of a single process among the ranks.
+        """Return an evaluation loader that gives whole batches to the ranks in turn.
 
-        With `is_training`, return the class's own loader.
+        The batches are those of a single process. With `is_training`, return the class's own
+        loader.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
@@ -392,7 +393,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss times the weight of the pass; evaluation doesn't weight it.
+        """Return the class's own loss, times the weight of the pass except in an evaluation.
 
         Attributes that the class sets while it computes the loss are kept only in the batch's last
         pass, so that they are set once per batch.

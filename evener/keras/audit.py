@@ -513,8 +513,9 @@ class StepAudit:
     def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of Keras' own step on a part of the audited rows, or its exception.
 
-        The step may fail only because the loss needs the whole batch. If the engine computes the
-        loss of the whole batch anyway, return the result of the model's call alone in that case.
+        If the step fails, the reason may be that the loss needs the whole batch. If the engine
+        computes the loss of the whole batch anyway, return the result of the model's call alone in
+        that case.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -766,10 +767,11 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding if a comparison in user code may go another way for parts of the rows.
+        """Return a finding if a comparison in user code may turn out differently for some rows.
 
-        Such a comparison is a decision (see `decisions.py`). It counts only if it changes the
-        gradient. Return None if there is none.
+        Such a comparison is a decision (see `decisions.py`). The rows that an engine computes
+        separately may then take another branch than all rows together. A decision counts only if it
+        changes the gradient. Return None if there is none.
         """
         plain, shared = steps
         whole = plain.run(rows).margins

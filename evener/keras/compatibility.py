@@ -156,8 +156,9 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Refuse a model that needs one process per device.
 
-    If `evener launch` can start such processes, exit so that it does. Otherwise raise RequestError.
-    `seen` is the reason, and `other` a remedy that needs only one process.
+    If `evener launch` started this process and can start one per device, exit with a code that asks
+    for that. Otherwise raise RequestError. `seen` is the reason, and `other` a remedy that needs
+    only one process.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")

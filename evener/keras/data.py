@@ -40,9 +40,9 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign the rows of a batch to devices by length, given the `tokens` in each row.
 
-    Return the order of the rows (device after device), the positions in that order at which each
-    device's rows begin, then the position at which the last device's rows end, and the length in
-    tokens of each device's longest row.
+    Return three tensors. The first is the order of the rows, device after device. The second has
+    the positions in that order at which each device's rows begin, and the end of the last device's
+    rows. The third has the length of each device's longest row, in tokens.
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, cut to the length of its longest row, and how many they are.
+    """Return each device's rows of x, cut to the length of its longest row, with their number.
 
     A filler row isn't counted.
     """
@@ -303,7 +303,7 @@ class ArrayBatches:
     def _shuffled(self) -> Any:
         """Return a dataset of an epoch's steps, as pairs of the epoch's random number and the step.
 
-        Each iteration over the dataset draws another number, and so is another epoch.
+        Each iteration over the dataset draws a new random number, and so yields another epoch.
         """
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)

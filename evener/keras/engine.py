@@ -66,10 +66,10 @@ class Engine(Protocol):
         """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Return a function that calls `run`, Keras' train function, as this engine needs it."""
+        """Return a function that calls Keras' train function `run` with this engine's additions."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that calls `run`, Keras' test function, as this engine needs it."""
+        """Return a function that calls Keras' test function `run` with this engine's additions."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for methods of the model other than its steps, by name."""

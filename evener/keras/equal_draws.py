@@ -67,8 +67,9 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 def _install() -> None:
     """Replace the functions of Keras and TensorFlow that draw random numbers, once per process.
 
-    Neither has a hook for that. Outside `equal_rows` and `draws_alike`, the replaced functions work
-    as before. Each call checks the context variables of its thread.
+    They are replaced because neither library has a hook for this. Outside `equal_rows` and
+    `draws_alike`, the replaced functions work as before. Each call checks the context variables of
+    its thread.
     """
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
