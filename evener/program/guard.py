@@ -263,9 +263,9 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if the record computes the tensor, and its parts of a few rows add up to the whole.
+        """True if `record` reproduces the tensor, and its values for parts of a few rows add up.
 
-        It is False if the whole is 0, as a sum of nothing says nothing.
+        It is False if their sum is 0, because that would prove nothing.
         """
         few = next(iter(self._list_rows()), None)
         if few is None or not _are_near(record.compute(self.batch, self.rows), tensor):

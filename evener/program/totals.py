@@ -115,7 +115,7 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Note a sum or a view of gathered sums; return `place` for any other function."""
+        """Note that a function sums or views gathered sums; return `place` for any other one."""
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
             return ""
