@@ -77,8 +77,8 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 class Loop:
     """An iteration over a DataLoader, in which the program may train by shares.
 
-    `outer` is the loader of accelerate or timm that wraps the DataLoader, if there is one; it
-    prefetches one batch. `begin` starts the iteration.
+    If a loader of accelerate or timm wraps the DataLoader, `outer` is that loader, which fetches
+    one more batch ahead. `begin` starts the iteration.
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
@@ -308,7 +308,8 @@ class SharedBatches:
 class EpochBatches:
     """An iterator over an epoch's batches of a SharedBatches.
 
-    Its state, which torchdata's loaders save, is that of the program's own sampler.
+    torchdata's loaders save the state of such an iterator. They get the state of the program's own
+    sampler.
     """
 
     def __init__(self, shared: SharedBatches) -> None:
@@ -347,8 +348,8 @@ def _draw_beside(
 ) -> Iterator[Any]:
     """Yield `batches`, and draw one batch of the program's own sampler for each of them.
 
-    `drawn` yields the sampler's batches. Raises RequestError if one of them isn't the one in
-    `expected`, because rows would then be left out or trained twice.
+    `drawn` yields the sampler's batches. Raises RequestError if a drawn batch differs from the one
+    in `expected`, because rows would then be left out or trained twice.
     """
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:

@@ -17,9 +17,9 @@ from .totals import Rows, Totals
 class Origins:
     """Tracks which tensors depend on exchanged values, and which collective exchanged them.
 
-    A tensor that a function computed from exchanged values is tracked by identity. A tensor into
-    which exchanged values were written is tracked by its storage, and so are all its views.
-    Tensors computed from a storage before exchanged values were written into it aren't tracked.
+    A tensor that a function computed from exchanged values is tracked by itself. If exchanged
+    values were written into a tensor, its storage is tracked, and so all its views. A tensor isn't
+    tracked if it was computed from a storage before exchanged values were written there.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return where the values from which a function computed this tensor were exchanged.
+        """Return where the values that a function computed this tensor from were exchanged.
 
         The result is empty if the tensor wasn't computed from exchanged values. Values that were
         only written into its storage are ignored.

@@ -169,8 +169,8 @@ class Program:
     def _count_passes(self) -> None:
         """Count a backward pass. After many without an optimizer step, report why shares stay even.
 
-        The hooks see only the steps of PyTorch's own optimizers. They don't see those
-        of fastai's, for example.
+        The hooks see the steps of PyTorch's own optimizers, but not those of other optimizers, such
+        as fastai's.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -216,8 +216,8 @@ class Program:
     def _note_entered(self, optimizer: Any) -> None:
         """Check whether values that ranks exchanged affect an optimizer's step.
 
-        If the loss, the gradients, the weights or the optimizer's settings were computed from
-        exchanged values, that is recorded as a fault, so that shares stay even.
+        They do if the loss, the gradients, the weights or the optimizer's settings were computed
+        from exchanged values. This is then recorded as a fault, so that shares stay even.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -304,10 +304,10 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings at the start of a batch, to detect a change within it.
+        """Record the optimizers' settings at the start of a batch, to detect changes within it.
 
-        A change between batches comes from a schedule. A change within a batch may come from an
-        exchanged value that the program has read.
+        Between batches, settings are changed by a schedule. Within a batch, they may be changed
+        because of an exchanged value that the program has read.
         """
         self._begun_reads = self.exchanges.origins.reads
         for optimizer in list(self._begun_rates):
@@ -775,7 +775,7 @@ class Program:
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
         """Check whether numbers in the loss, such as factors, have changed since the last step.
 
-        If so, record it, because the program may have read them from exchanged values.
+        A change is recorded, because the program may have read the numbers from exchanged values.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:

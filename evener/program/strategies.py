@@ -163,8 +163,8 @@ def _forget_metrics(strategy: Any) -> None:
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
-    The global batches are the ones that `loader`, with its DistributedSampler, gives all ranks
-    together. Raises RequestError if their number of rows has changed.
+    A global batch has the rows that `loader`, by its DistributedSampler, gives to all ranks in a
+    step. Raises RequestError if their number has changed.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(

@@ -212,11 +212,11 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Returns the model wrapped in DistributedDataParallel; on one device, the model itself. Each
-        rank's gradients are weighted by its number of rows. A model that is already in
-        DistributedDataParallel, or that FSDP shards (with `weigh="loss"`), isn't wrapped again: the
-        model itself is returned. `options` are options of DistributedDataParallel, of which only
-        `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
+        Each rank's gradients are weighted by its number of rows. Returns the model wrapped in
+        DistributedDataParallel, or the model itself if it needs no wrapper: on one device, if it is
+        already in DistributedDataParallel, or if FSDP shards it (with `weigh="loss"`). `options`
+        are options of DistributedDataParallel, of which only `bucket_cap_mb`, `broadcast_buffers`
+        and `process_group` have an effect.
 
         Raises RequestError if the model's gradients can't be weighted.
         """

@@ -79,10 +79,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which more rows are needed for the same loss if the batch size changes.
+    """Return how many times as many rows a loss needs if the batch size changes.
 
-    The batch size changes from `batch` to `other` rows per step. The factor
-    is below 1 for a smaller batch.
+    It changes from `batch` to `other` rows per step. A smaller batch needs fewer rows, so the
+    factor is then below 1.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

@@ -88,7 +88,7 @@ class Pass(NamedTuple):
     def part(self) -> float:
         """The fraction of the plan's pass that this pass computes.
 
-        It is also the weight of this pass's mean loss in that of the plan's pass.
+        It is also the weight of this pass's mean loss in the mean loss of the plan's pass.
         """
         return self.rows / self.planned if self.planned else 1.0
 

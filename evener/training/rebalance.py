@@ -344,8 +344,9 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn the cost of a further pass from a change in the number of passes.
 
-        Compute time is F * (t(rows in k passes) + (k - 1) * extra) before and after the change. The
-        unknown factor F cancels out in the ratio of both. Return True if the cost was learned.
+        Compute time is F * (t(rows in k passes) + (k - 1) * extra), before and after the change.
+        The unknown factor F is the same, so it cancels out in the ratio of the two times. Return
+        True if the cost was learned.
         """
         learned, guess = (
             False,

@@ -103,9 +103,9 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
     """Return the index in `active` of a process's share, found by its device.
 
-    If the name of the process's device is unknown, the share is found among those of the plan's
-    GPUs that the process can see: local rank 0 has the first of them, local rank 1 the second. A
-    process that sees only one GPU has that one. Return None if no share is found.
+    If the name of the process's device is unknown, the plan's GPUs that the process can see are
+    counted: local rank 0 has the first of them, local rank 1 the second. A process that sees only
+    one GPU has that one. Return None if no share is found.
     """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:

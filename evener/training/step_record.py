@@ -1,11 +1,12 @@
 """Compare a training run's step times under its first and its last shares.
 
-Only undisturbed steps count. The first steps with new shares (warm-up) don't count, because kernels
-are chosen and the allocator grows then. Steps in which evener checks the loss or memory runs out
-don't count either. A gain is significant if the intervals of both medians don't overlap. Devices
-may have become faster or slower between both measurements. Therefore the compute time (own work) at
-the end is used to compute how long steps with the first shares would take now. If that differs from
-the time that they took, the step times can't be compared.
+Only undisturbed steps count. Disturbed steps are the first ones with new shares (warm-up), in which
+kernels are chosen and the allocator grows, and steps in which evener checks the loss or memory runs
+out. A gain is significant if the intervals of the first and the last median don't overlap.
+
+Devices may have become faster or slower between both measurements. Therefore the compute time (own
+work) at the end is used to compute how long steps with the first shares would take now. If that
+differs from the time that they took, the step times can't be compared.
 
 This module has no side effects.
 """
@@ -174,8 +175,8 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 def _error(steps: Sequence[float]) -> float:
     """Return the standard error of the median of step times, in seconds.
 
-    Steps are correlated in time, so TOGETHER consecutive steps count as one. Return 0 if there are
-    fewer than FEWEST_STEPS steps.
+    Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
+    Return 0 if there are fewer than FEWEST_STEPS steps.
     """
     if len(steps) < FEWEST_STEPS:
         return 0.0

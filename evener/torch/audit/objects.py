@@ -64,10 +64,10 @@ def find_objects(data: Any) -> list[Any]:
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
     """Return a copy of `fresh` that replaces `recorded` when a recorded call is repeated.
 
-    `recorded` is an object of the recorded batch, such as a graph, and `fresh` an object of the
-    same class from the batch of the replay. `known` maps ids of recorded tensors to their
-    replacements. If a tensor in `recorded` has a replacement, the copy gets it in the same place.
-    All other values are those of `fresh`.
+    `recorded` is an object of the recorded batch, such as a graph. `fresh` is the object of the
+    same class in the batch with which the call is repeated. `known` maps ids of recorded tensors to
+    their replacements: wherever `recorded` has such a tensor, the copy has its replacement.
+    Everything else is copied from `fresh`.
     """
     return _remake(fresh, recorded, known, set())
 

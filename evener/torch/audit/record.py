@@ -370,7 +370,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program had read a value from a model's result before a call.
+        """True if a call came after the program had read a value from a model's result.
 
         `place` is the index of the call.
         """

@@ -49,7 +49,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """True if separately collated parts are padded to other lengths than the whole batch."""
+        """True if parts collated separately are padded to other lengths than the whole batch."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]

@@ -92,8 +92,8 @@ class Audited(msgspec.Struct, frozen=True):
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
     """Compute the gradients of the reference and of the training run, and compare them.
 
-    `moves` is passed to `GradientSketcher.open`. If gradients can't be computed, only the losses
-    are compared: reentrant checkpoints, for example, don't support torch.autograd.grad.
+    If gradients can't be computed, only the losses are compared. Reentrant checkpoints, for
+    example, don't support torch.autograd.grad. `moves` is passed to `GradientSketcher.open`.
     """
     try:
         found = _agree_quickly(sketcher, computations, moves) or _audit(

@@ -353,9 +353,9 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Count the phase between two steps as file time if files were written in it.
 
-        `marks` are the marks of the current batch, or those since the last loop. The written bytes
-        are counted only if the time is long enough to matter, because counting takes microseconds.
-        Therefore the count may include bytes written in earlier steps.
+        `marks` are the marks of the current batch, or those since the last loop. To count written
+        bytes takes microseconds, so they are counted only if the phase is long enough to matter.
+        Therefore the count may include bytes that were written in earlier steps.
         """
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
@@ -505,8 +505,8 @@ class StepTimer:
     def _note_untimed_validation(self) -> None:
         """Record that a validation batch begins, after a training batch that isn't timed.
 
-        The time of a validation is measured until its last batch begins, or until the validation
-        ends if it has only one batch.
+        If the validation has several batches, its time is measured until the last one begins. If it
+        has only one, its time is measured until the validation ends.
         """
         if self._doing not in (BETWEEN, VALIDATION):
             return
