@@ -171,8 +171,8 @@ class VitalsReader(Protocol):
 class VitalsWatch:
     """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
-    Each reading has a thread of its own. A driver that has never answered isn't reported as
-    trouble; its vitals stay empty.
+    Each reading has a thread of its own. A missing answer is reported as trouble only if the driver
+    has answered before; until then, the vitals are empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:

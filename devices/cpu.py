@@ -226,7 +226,7 @@ class CpuSlices(Backend):
     def write_term(self, device_id: str) -> str:
         """Return the text by which `--devices` names a plan's slice: cpu/2:0 for the id cpu-0-of-2.
 
-        Raises PlanError if the id isn't that of a slice.
+        Raises PlanError if no slice has such an id.
         """
         found = re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)
         if not found:

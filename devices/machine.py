@@ -285,9 +285,10 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time in seconds of each of `processes` training runs on one device.
+        """Return the step time in seconds of several equal training runs that share one device.
 
-        If `busy_together`, other devices compute at the same time.
+        `processes` is the number of these runs, each with `share` rows. If `busy_together`, other
+        devices compute at the same time.
         """
         return (
             processes
@@ -345,7 +346,7 @@ class Machine(msgspec.Struct, frozen=True):
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of a device's usable memory other processes take at this time."""
+        """Return by how many bytes other processes reduce a device's usable memory at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )

@@ -222,7 +222,7 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if a host that was named, or a device named on it, is unavailable.
+    """Raise DeviceError if the request names a host, or a device on it, that is unavailable.
 
     `own` is the number of devices that were found on the host.
     """

@@ -357,7 +357,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's reading or, if it has no value, that of the metric `fallback`.
+        """Return the field's reading or, if it has none, the reading of the metric `fallback`.
 
         The fallback is a plain NVML call, which costs more.
         """

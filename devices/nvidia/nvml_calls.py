@@ -264,7 +264,8 @@ LARGEST = 1e12  # larger values are invalid
 class Activity(Batch):
     """The GPM metrics of one device, each computed from two samples.
 
-    `instance` is the id of the GPU instance for a MIG device; `handle` is then that of its parent.
+    For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its
+    parent.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:

@@ -133,8 +133,7 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass, while the trainer sees `world` processes.
 
-        The number of items that is passed to the loss is multiplied by `times`, and the loss is
-        multiplied by `weight`.
+        The loss gets `times` as many items as the rows have, and is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [

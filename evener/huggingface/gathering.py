@@ -120,7 +120,7 @@ class Gathering:
 
     @contextmanager
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
-        """Return a context for computing a pass, or a piece of a pass, of which `rows` rows count.
+        """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
 
         Any further rows are fillers. In an evaluation, `repeats` is the number of rows of a full
         batch, because transformers repeats a batch's loss that many times before it gathers it. If
@@ -183,8 +183,8 @@ class Gathering:
         """Return the values of one gather call in a pass.
 
         `call` is the number of earlier gather calls in the pass. `tensor` is the call's argument in
-        the current piece of the pass, computed from `rows` rows. If the call already gathered other
-        ranks' values before the pass was repeated, these are returned.
+        the current piece of the pass, computed from `rows` rows. If the pass is being repeated, and
+        the call has already gathered the other ranks' values, those values are returned.
         """
         if call < len(self._gathered_calls):
             return self._gathered_calls[call]

@@ -85,11 +85,11 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """Return the number of a batch's labels that aren't ignored, under the names of `mean_over`.
+    """Return how many labels of a batch aren't ignored, counted in one or two ways.
 
-    "labels" is the number of all these labels. "shifted labels" is the number without each row's
-    first label, which a model that shifts labels by one leaves out. A batch without integer labels
-    has neither, and labels that are already shifted have only "labels".
+    The keys are names as in `TrainerLoss.mean_over`. "labels" counts all of these labels. "shifted
+    labels" leaves out each row's first label, as a model does that shifts labels by one. A batch
+    without integer labels has neither key, and labels that are already shifted have only "labels".
     """
     labels, shifted = _labels(batch)
     if labels is None:

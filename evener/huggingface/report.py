@@ -66,7 +66,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Interrupt the step clock, so that the step after an evaluation doesn't count as slow."""
+        """Interrupt the step clock, so that an evaluation's time doesn't count as a slow step."""
         if self._clock is not None:
             self._clock.interrupt()
 

@@ -286,9 +286,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
         If `check` is False, or one process computes each batch at once, return what transformers
-        assumes. `ignores` is True if some labels are ignored. `in_parts` isn't 0 if a single
-        process has run out of memory and needs smaller passes; it is the number of rows to check
-        the loss on.
+        assumes. `ignores` is True if some labels are ignored. If a single process has run out of
+        memory and needs smaller passes, `in_parts` is the number of rows on which the loss is
+        checked; otherwise it is 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):

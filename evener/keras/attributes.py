@@ -96,7 +96,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace the tensors that the last call stored by those of the same names in `leaves`."""
+        """Replace tensors that the last call stored by tensors of the same names in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
@@ -218,7 +218,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return the tensor of a device's `size` rows; if `size` is 0, without its filler row."""
+    """Return a device's tensor; if the device has no rows (`size` is 0), without the filler row."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

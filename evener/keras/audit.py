@@ -468,9 +468,10 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if `error`, which a part of the batch raised, doesn't occur with the whole batch.
+        """True if a part of the batch raised `error` only because the step needs the whole batch.
 
-        In a group, no process has all rows, so the type of the error decides.
+        In one process, this is tested by running the step on the whole batch. In a group, no
+        process has all rows, so the type of the error decides.
         """
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)

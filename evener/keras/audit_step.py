@@ -315,8 +315,9 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return nonzero values for variables whose current value may hide a term of the loss.
 
-    A weight or a coefficient of 0 hides a term. So does a counter at its start if a term begins in
-    a later step; it gets the value of a late step. Also return the variables' names.
+    A weight or a coefficient of 0 hides a term. A counter at its start does so too, if a term
+    begins only in a later step: the counter gets the value of a late step. Also return the
+    variables' names.
     """
     values: Values = {}
     names = []

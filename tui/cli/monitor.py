@@ -113,9 +113,10 @@ def monitor(
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
     """Return a function that starts the metrics server, given a callable for the latest snapshot.
 
-    It returns the context in which the server runs; without `--metrics`, that context does nothing.
-    `address`, `public` and `once` are the values of `--metrics`, `--metrics-public` and `--once`.
-    Raises RequestError if these options contradict each other or the address is invalid.
+    The returned function gives the context in which the server runs. Without `--metrics`, this
+    context does nothing. `address`, `public` and `once` are the values of `--metrics`,
+    `--metrics-public` and `--once`. Raises RequestError if these options contradict each other or
+    the address is invalid.
     """
     if address is None:
         if public:

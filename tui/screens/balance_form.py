@@ -306,10 +306,10 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List the models that were found and that of the `last` search, and tick one of them.
+        """List the models that were found and the model of the `last` search, and tick one of them.
 
-        If the user has ticked a model, it stays ticked. Otherwise it is the first of the user's own
-        models or, if there are none, the default built-in model.
+        A model that the user has ticked stays ticked. Otherwise the first of the user's own models
+        is ticked or, if there are none, the default built-in model.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = (

@@ -10,8 +10,8 @@ from evener.printable import align, plain
 def dry_run_lines(result: DryRunResult) -> list[str]:
     """Return the result of a dry run as lines.
 
-    They are its notes, the workload and settings that were tried, a table with a row for each
-    device, the longest time that a search takes, and the largest model that fits.
+    The lines are notes, the workload and settings that were tried, a table with a row for each
+    device, the longest time that a search would take, and the largest model that fits.
     """
     return [
         *(f"note: {plain(note)}" for note in result.notes),
