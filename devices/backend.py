@@ -213,7 +213,7 @@ class VitalsWatch:
     def silent_seconds(self) -> float:
         """The seconds since the driver was asked for the pending reading; 0 if none is pending.
 
-        The time before the call, while the thread waits for a busy CPU, doesn't count.
+        If the reading's thread first had to wait for a busy CPU, that time doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began

@@ -30,10 +30,10 @@ def discover(
 ) -> Discovery:
     """Return the devices that `spec`, the value of `--devices`, names, in its order.
 
-    If `only_visible`, `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or
-    another maker's variable makes visible, and on a cluster only devices that Ray reserves for
-    this process; a local GPU that is named explicitly is used regardless. `environ` replaces
-    this process's environment.
+    If `only_visible`, the terms `auto` and `gpu` select only some devices. On this machine, these
+    are the ones that CUDA_VISIBLE_DEVICES or another maker's variable makes visible; a GPU that is
+    named explicitly is used regardless. On a cluster, they are the ones that Ray reserves for this
+    process. `environ` replaces this process's environment.
 
     Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
     exist. Raises DeviceError if GPUs were requested and the driver fails, or if the Ray cluster at

@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 class Sampler:
     """Samples a source at regular intervals, and calls the subscriber with each snapshot.
 
-    Both happen in the sampler's own threads; the subscriber gets one call at a time. Ticks are at
-    whole intervals from the start, and ticks missed by a slow source are skipped.
+    The samples are taken, and the subscriber is called, in threads of the sampler. The subscriber
+    gets one call at a time. Ticks are at whole intervals from the start, and ticks missed by a slow
+    source are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -85,9 +86,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """Stop sampling; the sampling thread closes the source.
+        """Stop sampling, and wait for at most `wait_seconds` until the source is closed.
 
-        Wait for that for at most `wait_seconds`, and return False if the source still hangs then.
+        The sampling thread closes it. Return False if the source still hangs after that time.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds

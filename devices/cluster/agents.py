@@ -214,7 +214,7 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve this many of the node's CPUs, or as many as other jobs leave free.
+        """Reserve `wanted` CPUs of the node, or as many as other jobs leave free.
 
         Return how many of the wanted CPUs couldn't be reserved.
         """
@@ -323,9 +323,9 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """Run a function on every host at the same time, and return the results by agent.
 
-    The function gets two arguments: the host's entry of `given`, and the ids of the GPUs that the
-    agent reserves (None unless `held`). A RequestError from the function is raised here with the
-    name of the host.
+    The function gets two arguments: the value that `given` has for the host, and the ids of the
+    GPUs that the agent reserves (None if `held` is False). A RequestError from the function is
+    raised here with the name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [

@@ -201,9 +201,9 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes, each preceded by the hosts that it concerns.
+    """Return the hosts' notes, each preceded by the name of its host.
 
-    A note that several hosts have in common occurs once.
+    A note that several hosts have in common occurs once, preceded by all their names.
     """
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
