@@ -152,7 +152,7 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over; None if these rows don't show it.
 
-        Also return None if ranks communicate in the loss. Communication raises RequestError if
+        If ranks communicate in the loss, return None, too. In this case, RequestError is raised if
         ranks have different numbers of passes, or if the trainer has to keep the loss of the
         program's own launcher.
         """
@@ -247,7 +247,7 @@ class LossFinder:
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
         """Return the names of what the loss may be a mean over, a subset of `names`.
 
-        With the weights of such a name, the gradients of the parts add up to `reference`, the
+        A name fits if the parts' gradients, weighted accordingly, add up to `reference`, the
         gradient of all rows.
         """
         few = self._few

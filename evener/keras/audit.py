@@ -339,10 +339,9 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; None, after a warning, if their random numbers can't be compared.
+        """Return the steps, or warn and return None if their random numbers can't be compared.
 
-        That is the case if a row's random numbers depend on the device or pass that computes the
-        row.
+        They can't be if a row's random numbers depend on the device or pass that computes the row.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")

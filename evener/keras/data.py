@@ -117,7 +117,7 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad the outputs of rows that were cut to fewer steps, so that they have as many steps as x.
+    """Pad outputs to the number of steps of x, because their rows were cut to fewer steps.
 
     Only outputs whose number of steps is unknown in the graph are padded; their masks exclude the
     padding.

@@ -54,10 +54,10 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if a Trainer is left to the hooks for accelerate's loops, rather than replaced.
+    """True if the hooks for accelerate's loops handle a Trainer, so that it isn't replaced.
 
-    These hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose
-    loader creates its own batches.
+    They do if the Trainer's model is sharded by FSDP or DeepSpeed, or if its loader creates its own
+    batches.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
@@ -151,7 +151,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _TrainerFound(BaseException):
-    """Raised by `build` when the program's trainer begins to train, to stop the program there.
+    """Raised when the program's trainer begins to train, to stop the program and return to `build`.
 
     It is a BaseException, so that programs which catch Exception don't catch it.
     """

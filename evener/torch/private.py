@@ -111,7 +111,7 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_loader_iterator(iterator: Any) -> bool:
-    """True if the iterator is PyTorch's own of a DataLoader, or derived from it."""
+    """True if the iterator is one that PyTorch makes for a DataLoader, or is derived from one."""
     return isinstance(iterator, _BaseDataLoaderIter)
 
 

@@ -160,8 +160,8 @@ def stopped_by_signals(
     """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
     The context's value is a list, to which the exit code for that signal is added. A second signal
-    shows `at_once` and raises KeyboardInterrupt. It is ignored within `PRESSED_TWICE_SECONDS`,
-    because a key may have been pressed twice by accident. `say` shows a message.
+    within `PRESSED_TWICE_SECONDS` is ignored, because a key may have been pressed twice by
+    accident. A later one shows `at_once` and raises KeyboardInterrupt. `say` shows a message.
     """
     caught: list[int] = []
     first_at = 0.0

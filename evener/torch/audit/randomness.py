@@ -464,7 +464,8 @@ _NUMPY = _NumpyState()
 def digest_draws() -> int:
     """Return a digest of the states of Python's and NumPy's random number generators.
 
-    Two passes with equal digests have drawn equally many random numbers.
+    If two passes begin with the same states and end with equal digests, they have drawn equally
+    many random numbers.
     """
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))

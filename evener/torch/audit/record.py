@@ -422,8 +422,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 def _sum_up(tensor: torch.Tensor) -> list[float]:
     """Summarize the values of a small tensor, so that ranks can compare them.
 
-    Return a single value as it is. For several values, return their sum, and the sum of each value
-    times its index, counted from 1.
+    A single value is returned unchanged. Several values are summarized by two numbers: their sum,
+    and the sum of each value times its index, counted from 1.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:

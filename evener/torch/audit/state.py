@@ -57,10 +57,10 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
     """Save the attributes and frozen weights of all holders; return a function to restore them.
 
-    Attributes are, for example, counters, lists of values, buffers and metrics; they are restored
-    in place. Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters
-    are copied, because a model may update them itself, such as those of a momentum encoder. They
-    aren't copied if most weights are frozen, because the copy would be too large. The returned
+    Attributes, such as counters, lists of values, buffers and metrics, are restored in place.
+    Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters are copied,
+    because the model itself may update them, as a model with a momentum encoder does. If most
+    weights are frozen, they aren't copied either, because the copy would be too large. The returned
     function may be called several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)

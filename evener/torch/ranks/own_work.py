@@ -652,7 +652,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End a loop; the time until the next batch is added to the sums, but to no step's time."""
+        """End a loop. The time until the next batch is added to the sums, not to a step's time."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()

@@ -193,8 +193,8 @@ class PeerWatcher:
     def _wait_for_gpu(self) -> Thread:
         """Start and return a thread that runs until the GPU has finished its work.
 
-        Any call to the GPU may block until then, so that the caller can only check the thread.
-        Without a GPU, the thread ends immediately.
+        Any call to the GPU may block until then. Therefore the caller only checks whether the
+        thread has ended. Without a GPU, it ends immediately.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)

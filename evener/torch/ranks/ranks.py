@@ -260,9 +260,9 @@ def join(device: Any, backend: str | None) -> None:
 def _place_group(number: int) -> dict[str, Any]:
     """Return arguments of `init_process_group` for this process's group with this number.
 
-    A second training in a process creates a second group after the first one was destroyed. Under
-    torchrun, their store is the same and still has the addresses of the first group's ranks, by
-    the same keys. So each later group gets keys of its own.
+    Groups are counted from 0: a second training run in a process creates a second group after the
+    first one was destroyed. Under torchrun, both use the same store, in which the first group has
+    left its ranks' addresses. Therefore each later group gets keys of its own.
     """
     if number == 0:
         return {}
@@ -475,7 +475,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
     """Return the UUIDs of the GPUs that any rank sees, for comparison with the plan's devices.
 
-    Return None, so that nothing is compared, if all devices in the plan are CPU slices.
+    Return None if all devices in the plan are CPU slices, because nothing is to be compared then.
     """
     if all(map(is_cpu, active)):
         return None
