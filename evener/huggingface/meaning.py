@@ -296,8 +296,9 @@ class LossFinder:
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
         """True if the losses of two computations differ only by rounding.
 
-        The rounding of half precision is measured, because the sum of many rounded terms is much
-        more precise than each of them.
+        If the losses differ slightly, the effect of rounding is measured, because the precision of
+        their dtype doesn't show it: the sum of many rounded terms is much more precise than each of
+        them.
         """
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)

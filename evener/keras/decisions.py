@@ -138,9 +138,9 @@ def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[An
     """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
 
     Adding an amount to a comparison's left side changes its margin, which is left minus right side.
-    `margins` are the margins of the whole batch, with one array per comparison, and `apart` how far
-    the margins of its parts are from them at most. The new margin is half of that distance, once
-    positive and once negative. Where the batch and its parts agree, the amounts are 0.
+    For each comparison, `margins` has the margins of the whole batch, and `apart` the largest
+    distances of its parts' margins from them. The amounts move a margin to half of that distance
+    above 0, then below 0. Where the batch and its parts agree, they are 0.
     """
     for side in (0.5, -0.5):
         yield [

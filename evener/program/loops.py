@@ -308,8 +308,7 @@ class SharedBatches:
 class EpochBatches:
     """An iterator over an epoch's batches of a SharedBatches.
 
-    torchdata's loaders save the state of such an iterator. They get the state of the program's own
-    sampler.
+    For such an iterator, torchdata's loaders save the state of the program's own sampler.
     """
 
     def __init__(self, shared: SharedBatches) -> None:
@@ -407,7 +406,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 def _check_sizes(every: list[list[Any]]) -> None:
     """Raise RequestError unless all batches of all ranks have the same number of rows.
 
-    The last batch may be smaller, but has to be equal on all ranks.
+    The last batch may be smaller, but must have as many rows on each rank.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])

@@ -79,7 +79,7 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return where the values that a function computed this tensor from were exchanged.
+        """Return where the values were exchanged from which a function computed this tensor.
 
         The result is empty if the tensor wasn't computed from exchanged values. Values that were
         only written into its storage are ignored.

@@ -512,7 +512,7 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Report the result of a guard that was created after a change of settings to all ranks.
+        """Report to all ranks the result of a guard that was created after a change of settings.
 
         This method doesn't wait for the other ranks, because they may not have seen the change.
         """

@@ -340,11 +340,11 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times at which the best free batch may be, in increasing order.
+    """Return the finish times, in increasing order, at which the best allocation may end.
 
-    They are the times at which a curve bends, a device reaches its limit or a device finishes its
-    first quantum. If there are more than 400 times (fewer with more than 32 devices), an evenly
-    spaced selection is returned.
+    They are for a batch size that may be chosen freely: the times at which a curve bends, a device
+    reaches its limit or a device finishes its first quantum. If there are more than 400 times
+    (fewer with more than 32 devices), an evenly spaced selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}

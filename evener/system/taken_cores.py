@@ -82,11 +82,11 @@ class CoreWatch:
     def read(self) -> Starvation:
         """Return how long the process was delayed by a lack of cores since the last reading.
 
-        Threads also wait for each other, and for an idle core to wake up. Such waiting doesn't
-        count, so the delay is limited in three ways. The CPU time that the threads missed is at
-        most the CPU time that other programs, the hypervisor and the quota took from these cores.
-        The CPU time that the threads wanted is at most the CPU time of all cores. While a core is
-        idle, no thread counts as delayed.
+        The kernel's waiting times also contain waiting for other threads, and for an idle core to
+        wake up. To leave that out, the delay is limited in three ways. The CPU time that the
+        threads missed is at most the CPU time that other programs, the hypervisor and the quota
+        took from these cores. The CPU time that the threads wanted is at most the CPU time of all
+        cores. While a core is idle, no thread is counted as delayed.
         """
         before = self._last
         last = self._sum_up()

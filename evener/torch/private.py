@@ -149,8 +149,8 @@ def ignored_names(module: Any) -> set[str]:
 def free_gathered(models: Iterable[Any]) -> None:
     """Free the weights that FSDP has gathered for forward passes without a backward pass.
 
-    Both FSDP1 and FSDP2 keep the gathered weights of the outermost module until a backward pass
-    ends. Without one, they would use these outdated weights even after an optimizer's step.
+    FSDP1 and FSDP2 keep the gathered weights of the outermost module until a backward pass ends. If
+    there is none, they would use these weights even after an optimizer's step has changed them.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return

@@ -56,11 +56,11 @@ class NoiseScale(msgspec.Struct, frozen=True):
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Return the noise and the signal of one step, from the gradients of its parts.
 
-    `sizes` are the rows of each part, such as a rank or a pass. `weighted` is sum_i n_i
-    |g_i|^2, where g_i is the mean gradient of part i, and `whole` is |g|^2 of the batch's
-    mean gradient. By analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the K parts
-    with rows has the expected value tr(S), whatever the sizes and G. Raises ValueError if
-    fewer than two parts have rows.
+    `sizes` are the rows of each part, such as a rank or a pass. `weighted` is sum_i n_i |g_i|^2,
+    where g_i is the mean gradient of part i, and `whole` is |g|^2 of the batch's mean gradient. By
+    analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the K parts with rows has the
+    expected value tr(S), which depends neither on the sizes nor on G. Raises ValueError if fewer
+    than two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)

@@ -867,9 +867,9 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return how long the last of some batches takes if the others take `others_s` seconds.
+    """Return the seconds of a validation's last batch if its other batches take `others_s`.
 
-    Return 0 if it is the only one.
+    It is assumed to take as long as each of the others. Return 0 if it is the only one.
     """
     return others_s / (batches - 1) if batches > 1 else 0.0
 

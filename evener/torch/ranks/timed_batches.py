@@ -31,10 +31,10 @@ ON_CPU = Rate(0.08, 8)
 class TimedBatches:
     """Chooses one batch in each group of `stride` batches, at different positions in the groups.
 
-    Therefore every position in a cycle of batches, such as the batches of one update, is timed
-    eventually. The choice depends only on the batch's number and the stride, so ranks with the same
-    stride choose the same batches. `stride` adapts to the duration of batches, so that `rate` is
-    kept. `clock` returns seconds.
+    Because the positions differ, each batch of a cycle, such as the batches of one update, is timed
+    at some time. The choice depends only on the batch's number and the stride, so ranks with the
+    same stride choose the same batches. `stride` adapts to the duration of batches, so that `rate`
+    is kept. `clock` returns seconds.
     """
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.perf_counter) -> None:
