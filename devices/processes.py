@@ -104,7 +104,7 @@ class ProcessTable:
     def look(self, pid: int) -> ProcessReading:
         """Return what is known about the process `pid`.
 
-        Of a process of another container or user, only the pid may be known.
+        If the process belongs to another container or user, this may be only the pid.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()

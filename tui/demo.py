@@ -63,9 +63,9 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Continue the demo after the search with a replay, and after the replay with the training.
+        """When the search has ended, show its replay; when the replay has ended, show the training.
 
-        Before the next part, there is a pause in which the user can read.
+        Before each of them, there is a pause in which the user can read.
         """
         finished = self.balance.finished
         if message.fault or finished is None:
