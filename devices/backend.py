@@ -50,7 +50,7 @@ def choose_devices(
 ) -> Discovery:
     """Return the listed devices that the terms name, in the terms' order.
 
-    A term that picks no single device selects all `visible` devices. Raises DeviceError if none is
+    A term without an index or id selects all `visible` devices. Raises DeviceError if none is
     visible; `hidden` is the setting that hides them, for the message. The result has a note on each
     device if other programs use more than 5 % of its memory.
     """

@@ -230,7 +230,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """What a simulated device computes at a time, from which its readings are derived."""
+    """The load of a simulated device at a point in time, from which its readings are derived."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes

@@ -229,7 +229,7 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of the samples/s as a reading, without values that are too old.
+    """Return the sum of those samples/s that aren't too old, as a reading.
 
     Each of the `parts` is a pair of samples/s and their age in seconds. If all of them are too old,
     they are summed nevertheless, and the reading is stale.

@@ -58,7 +58,7 @@ class ActorLostError(HostLostError):
 
 
 class HostActor:
-    """The object inside an actor; it calls functions, and keeps objects between calls."""
+    """The object inside an actor, which calls functions, and keeps objects between calls."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself, and child processes would inherit that

@@ -391,10 +391,10 @@ def _find_together(
     """Return the result of `find` from the first rank where it isn't None; None if there is none.
 
     Every rank has to call this function. If `find` raises RequestError on any rank, it is raised on
-    every rank. After any other error, a rank warns with the error and has no result: either memory
-    ran out, or the program itself has an error, which its first step will raise again. With
-    `keeps_launcher`, an error of the program also raises RequestError on every rank, so that it
-    isn't trained by shares.
+    every rank. Any other error on a rank means that memory ran out, or that the program itself has
+    an error, which its first step will raise again. The rank prints the error as a warning and has
+    no result. With `keeps_launcher`, an error of the program raises RequestError on every rank
+    instead, so that the program isn't trained by shares.
 
     With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
     ranks wait for that rank's part of the model, and exit when it exits.

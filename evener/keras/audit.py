@@ -907,8 +907,8 @@ class StepAudit:
     def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
-        Raises RequestError instead if it is also unknown how the losses of a batch's parts combine
-        to the loss of the batch.
+        Raises RequestError instead if it is also unknown how to combine the losses of a batch's
+        parts.
         """
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:

@@ -17,9 +17,10 @@ from .totals import Rows, Totals
 class Origins:
     """Tracks which tensors depend on exchanged values, and which collective exchanged them.
 
-    A tensor that a function computed from exchanged values is tracked by itself. If exchanged
-    values were written into a tensor, its storage is tracked, and so all its views. A tensor isn't
-    tracked if it was computed from a storage before exchanged values were written there.
+    A tensor that a function computed from exchanged values is tracked by its identity. If exchanged
+    values were written into a tensor, its storage is tracked, and with it all views of the storage.
+    A tensor isn't tracked if it was computed from a storage before exchanged values were written
+    there.
     """
 
     def __init__(self) -> None:

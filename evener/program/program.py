@@ -187,7 +187,7 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why a step isn't in a followed loop, although its model is wrapped."""
+        """Return why a step isn't in a loop that evener follows, although its model is wrapped."""
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
         return views.BEGUN_EARLY if self._has_begun_early else views.NO_LOADER

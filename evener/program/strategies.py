@@ -98,7 +98,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on if all ranks can; otherwise report why not.
 
-    `fault` is the reason why this rank can't; it is empty if this rank can.
+    `fault` is this rank's reason against shares; empty if it has none.
     """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)

@@ -133,8 +133,8 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 def _is_fixed(value: Any, rows: Rows) -> bool:
     """True if a value in arithmetic can't be a count of this rank's rows.
 
-    Tensors, 0 and 1 can't be. The number of ranks can't be either, unless it equals the number of
-    rows and the program has asked for that number.
+    Such values are tensors, 0 and 1. The number of ranks is another one, unless it equals the
+    number of rows and the program has asked for the number of rows.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True

@@ -491,7 +491,7 @@ class Rebalancer:
         return not room.in_several and share + self._quantum > room.at_once
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the relative gain of new shares in these windows, if they had been used there.
+        """Return the relative gain that new shares would have had in these windows.
 
         `seconds` are the times that the curves predict for each rank's new share.
         """

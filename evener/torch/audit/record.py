@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record the numbers in a call of `function` whose other operands are weights or gradients.
+        """Record the numbers that a call of `function` combines with weights or gradients.
 
         An example is the decay rate in a moving average of the weights. `given` has the call's
         arguments. Nothing is recorded unless `function` is arithmetic.
@@ -441,9 +441,9 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The recorded calls that led to a loss; they can be repeated with other rows.
 
-    `numbers` are the numbers in the loss other than the batch and the models. `reads` is
-    True if some of these numbers may be derived from values that the program has read from
-    the models' results.
+    `numbers` are the numbers in the loss that come neither from the batch nor from the models.
+    `reads` is True if some of these numbers may be derived from values that the program has read
+    from the models' results.
     """
 
     def __init__(

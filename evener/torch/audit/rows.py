@@ -214,7 +214,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists into one, whose elements are the joined elements of all rows.
+    """Join tuples or lists into one: its n-th element joins the n-th elements of all rows.
 
     If the elements contain no tensors, the tuples or lists are concatenated.
     """

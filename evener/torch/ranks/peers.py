@@ -297,9 +297,10 @@ class _ExitActions:
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Print an explanation at exit, below the traceback, if an error ends the program.
 
-    It is the advice that `advise` returns about the error, if any, or it names the rank at fault.
-    `advise` is a method of the newest training run, and is called only if its object still exists.
-    At exit, the process also leaves its process group if `watch_peers` was called.
+    The explanation is the advice that `advise` returns about the error. Without such advice, it
+    names the rank at fault. `advise` is a method of the newest training run, and is called only if
+    its object still exists. At exit, the process also leaves its process group if `watch_peers` was
+    called.
     """
     _ExitActions.advise = advise
     _register_exit()
