@@ -174,7 +174,7 @@ def _shares(report: ReportData) -> str:
 
 
 def _legend(report: ReportData) -> str:
-    """Return the legend of the curves: each device's colour and its best throughput alone."""
+    """Return the legend of the curves: each device's colour and its best solo throughput."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
