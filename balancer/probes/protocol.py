@@ -294,6 +294,6 @@ def _describe(frames: list[tuple[str, str, str]], homes: set[tuple[str, str]], t
         step = "importing"
     elif ("user_code.py", "_import") in homes:
         step = "loading"
-    elif ("user_code.py", "load") in homes:
+    elif homes & {("user_code.py", "find_function"), ("user_code.py", "call")}:
         step = "building"
     return Stack(step, where, text)

@@ -12,8 +12,10 @@ from evener.balancer.probes.protocol import read_stack
 HOME = Path(evener.__file__).parent
 WORKER = [(f"{HOME}/balancer/probes/worker.py", 107, "_build_workload")]
 WORKER += [(f"{HOME}/balancer/probes/worker.py", 46, "main")]
-LOAD = [(f"{HOME}/workloads/user_code.py", 92, "load"), *WORKER]
-LOADED = [(f"{HOME}/workloads/user_code.py", 130, "_import"), *LOAD]
+USER_CODE = f"{HOME}/workloads/user_code.py"
+LOAD = [(USER_CODE, 92, "call"), *WORKER]
+LOADED = [(USER_CODE, 130, "_import"), (USER_CODE, 110, "find_function"), *WORKER]
+MODEL = [("/home/me/train.py", 4, "load_model"), (USER_CODE, 121, "find_function"), *WORKER]
 IMPORT = [
     ("<frozen importlib._bootstrap_external>", 940, "exec_module"),
     ("<frozen importlib._bootstrap>", 1176, "_find_and_load"),
@@ -33,6 +35,7 @@ def dump(frames: list[tuple[str, int, str]], thread: str = "Current thread") -> 
     [
         (LAYER + BUILD + LOAD, "building", "/home/me/layers.py:9"),
         (IMPORT + BUILD + LOAD, "importing", "/home/me/train.py:6"),
+        (MODEL, "building", "/home/me/train.py:4"),
         (MODULE + LOADED, "loading", "/home/me/train.py:2"),
         (LAYER + MODULE + LOADED, "loading", "/home/me/layers.py:9"),
         (IMPORT + MODULE + LOADED, "importing", "/home/me/train.py:2"),
