@@ -178,7 +178,10 @@ def parse_limit(text: str) -> Limit:
         raise RequestError(
             f"The limit {text!r} is not a size that a device can have.", LIMIT_REMEDY
         )
-    return Limit(None if percent is None else float(percent), None if size is None else round(size))
+    return Limit(
+        percent=None if percent is None else float(percent),
+        memory_bytes=None if size is None else round(size),
+    )
 
 
 def write_limit(limit: Limit) -> str:

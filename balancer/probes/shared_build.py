@@ -92,7 +92,10 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork the copy. Return "" on success, and otherwise the reason for the failure."""
+        """Fork this process after its build, so that later children are forked from the copy.
+
+        Return "" on success, and otherwise the reason for the failure.
+        """
         gc.collect()
         try:
             pid = os.fork()

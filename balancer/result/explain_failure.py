@@ -105,9 +105,9 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the end of an error message that names the function of the workload and its line.
+    """Return text to append to an error message: the workload's function and its line.
 
-    For an error without a line of its own, this tells the user where it comes from. Return "" if
+    It shows the user where an error that names no line comes from. Return "" if
     the message `why` already names a line of the user's file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")

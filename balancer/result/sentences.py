@@ -110,7 +110,7 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 def _write_advice(verdict: Verdict) -> str:
     """Return the recommendation as one sentence.
 
-    If the search was stopped early, a recommendation to use something begins with "So far".
+    If the search was stopped early, a sentence that says which layout to use begins with "So far".
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
@@ -245,10 +245,10 @@ def _find_even(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the best split, with which a plan that isn't a split is compared.
+    """Return the best split, to compare with a plan that isn't a split itself.
 
-    Such a plan is one device, a pack (several trainings on one device) or a placement. Return None
-    if no split was measured near the plan's batch.
+    Such a plan is a single device, a pack (several trainings on one device) or a placement. Return
+    None if no split was measured near the plan's batch.
     """
     splits = [one for one in verdict.rivals if one.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)

@@ -168,9 +168,9 @@ class _Measured:
     def waited_for_neighbours(self, position: int) -> float:
         """Return the seconds per step that a device's kernels wait for those of other processes.
 
-        The estimate is the time for which other processes compute, up to a limit. The limit is the
-        time for which the session's kernels are enqueued but don't run or, if that is longer, the
-        time for which they run: a GPU gives processes time slices in turn.
+        The estimate is the time for which other processes compute, but at most the longer of two
+        times: how long the session's kernels are enqueued without running, and how long they run.
+        The second one is a limit because a GPU gives processes equal slices of time.
         """
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
@@ -205,7 +205,10 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Return `seconds` of the `closer` measurement, scaled to the verdict's step time."""
+        """Convert `seconds` of the `closer` measurement's steps to seconds of the verdict's steps.
+
+        The steps of the `closer` measurement, which looks at more of a step, may be slower.
+        """
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 

@@ -135,7 +135,7 @@ class Evaluation:
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return the search's current curves and its next step, to be drawn between two probes."""
+        """Return the search's curves and its next step, which the app draws after each probe."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy

@@ -138,8 +138,8 @@ class Gathering:
     def save(self) -> Callable[[], None]:
         """Save what this batch's passes and pieces have gathered; return a function to restore it.
 
-        Call that function before a pass is repeated. Values of this pass that were already gathered
-        from other ranks stay, because the other ranks don't gather them again.
+        Call that function before a pass is repeated. It keeps what this pass has already gathered
+        from other ranks, because they won't send it again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)

@@ -330,9 +330,10 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Return the difference in gradients or, if they agree, in losses, with its cause.
+        """Compare training by shares with training on one device, on a few rows.
 
-        Return None if there is no difference.
+        Return the difference of the gradients and its cause. If the gradients agree, return the
+        difference of the losses and its cause; None if the losses agree, too.
         """
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference

@@ -229,23 +229,22 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         doesn't count items.
         """
         self._planned.end()
-        batches = list(islice(epoch_iterator, num_batches))
+        passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
         sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
         first = (
             int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated
         )  # also after a checkpoint
-        steps = range(first, first + len(batches))
-        self._newest = steps[-1] if batches else first
-        sizes = [sampler.pass_sizes(step) for step in steps]
-        self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
-        ranks = [self._batches.take(step) for step in steps]
-        items = self._weigh(
-            [each for batch in batches for each in batch], sizes, list(map(sum, ranks)), device
-        )
+        batches = range(first, first + len(passes))
+        self._newest = batches[-1] if batches else first
+        sizes = [sampler.pass_sizes(batch) for batch in batches]
+        self._done = sum(map(sum, sizes)), sampler.count_tokens(batches)
+        rank_rows = [self._batches.take(batch) for batch in batches]
+        every_pass = [one_pass for of_batch in passes for one_pass in of_batch]
+        items = self._weigh_and_count(every_pass, sizes, list(map(sum, rank_rows)), device)
         if self._planned.noise is not None:
-            self._planned.noise.accumulated = len(ranks)
-        self._planned.timer.begin(ranks[0] if len(set(ranks)) == 1 else ())
-        return batches, items
+            self._planned.noise.accumulated = len(rank_rows)
+        self._planned.timer.begin(rank_rows[0] if len(set(rank_rows)) == 1 else ())
+        return passes, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
         """Return the number of items that the losses of these batches are means over."""
@@ -254,10 +253,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._gathering.calls = calls
         return items
 
-    def _weigh(
+    def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch.
+        """Store the weight of each pass in its global batch, and count the batches' items.
 
         `sizes` and `totals` are those of `weigh_passes`. Return the number of items over all ranks,
         or None. In the first step, first determine what the loss is a mean over.
@@ -285,10 +284,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        If `check` is False, or one process computes each batch at once, return what transformers
-        assumes. `ignores` is True if some labels are ignored. If a single process has run out of
-        memory and needs smaller passes, `in_parts` is the number of rows on which the loss is
-        checked; otherwise it is 0.
+        If the user turned the check off, or one process computes each batch at once, return what
+        transformers assumes. `ignores` is True if some labels are ignored. If a single process has
+        run out of memory and needs smaller passes, `in_parts` is the number of rows on which the
+        loss is checked; otherwise it is 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import msgspec
@@ -89,7 +89,11 @@ IN_PARTS = LikelyCause(
 )
 
 
-Steps = tuple[TracedStep, TracedStep]  # Keras' own step on one device, and the engine's step
+class StepPair(NamedTuple):
+    """The two steps that an audit compares: Keras' own step on one device, and the engine's."""
+
+    plain: TracedStep
+    engine: TracedStep
 
 
 class Finding(msgspec.Struct):
@@ -118,7 +122,7 @@ class StepAudit:
         self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
         self.audits = Audits(strict=strict)
         self.warnings: list[str] = []  # messages about differences that didn't end the training
-        self._traced: dict[Any, Steps | None] = {}
+        self._traced: dict[Any, StepPair | None] = {}
         self._specs: dict[Any, Any] = {}
         self._compiled = 0
         self._varied: set[Any] = set()  # batch types that were checked for hidden differences
@@ -224,7 +228,7 @@ class StepAudit:
             steps = None if rows is None else self._if_all(self._trace(rows, signature))
             finding = None
             if steps is not None:
-                finding, rows = self._find_failure(steps[0], rows, batch, signature)
+                finding, rows = self._find_failure(steps.plain, rows, batch, signature)
                 if self._all(finding is None and not self._fails):
                     finding = self._compare(steps, rows, signature)
         finding = self._share(finding)
@@ -268,7 +272,7 @@ class StepAudit:
             steps = None if rows is None else self._if_all(self._trace_tests(rows))
             finding = None
             if steps is not None:
-                finding, rows = self._find_failure(steps[0], rows, batch, "test")
+                finding, rows = self._find_failure(steps.plain, rows, batch, "test")
                 if self._all(finding is None and not self._fails):
                     finding = self._compare_tests(steps, rows)
         finding = self._share(finding)
@@ -322,23 +326,23 @@ class StepAudit:
             found.append(tf.reshape(tf.cast(summed, leaf.dtype), [rows, *leaf.shape[1:]]))
         return found
 
-    def _trace_tests(self, rows: Tensors) -> Steps | None:
+    def _trace_tests(self, rows: Tensors) -> StepPair | None:
         """Trace Keras' own test step and the engine's; None if they can't be audited."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
             plain = self._plain.trace(spec, training=False)
-            steps = plain, TracedStep(model, model.test_step, spec)
+            steps = StepPair(plain, TracedStep(model, model.test_step, spec))
         except RequestError:
             raise
         except Exception as error:  # whatever the user's program raises
             self._warn_untraced("test step", error)
             return None
-        return self._without_draws(steps)
+        return self._none_if_random(steps)
 
     def _warn_untraced(self, name: str, error: Exception) -> None:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
-    def _without_draws(self, steps: Steps | None) -> Steps | None:
+    def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
         """Return the steps, or warn and return None if their random numbers can't be compared.
 
         They can't be if a row's random numbers depend on the device or pass that computes the row.
@@ -348,7 +352,7 @@ class StepAudit:
             return None
         return steps
 
-    def _trace(self, rows: Tensors, signature: Any) -> Steps | None:
+    def _trace(self, rows: Tensors, signature: Any) -> StepPair | None:
         """Trace Keras' own step and the engine's; None if they can't be audited."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
@@ -357,7 +361,7 @@ class StepAudit:
         if signature not in self._traced or spec != before:
             self._specs[signature] = spec
             try:
-                self._traced[signature] = self._trace_both(rows, spec)
+                self._traced[signature] = self._trace_plain_and_engine(rows, spec)
             except RequestError:
                 raise
             except Exception as error:  # whatever the user's program raises
@@ -365,14 +369,14 @@ class StepAudit:
                 self._warn_untraced("step", error)
         steps = self._traced[signature]
         if steps is not None:
-            self._watch(steps[0])
-        return self._without_draws(steps)
+            self._watch(steps.plain)
+        return self._none_if_random(steps)
 
-    def _trace_both(self, rows: Tensors, spec: Any) -> Steps:
+    def _trace_plain_and_engine(self, rows: Tensors, spec: Any) -> StepPair:
         model = self._model
         plain = self._plain.trace(spec, training=True)
         with self._in_small_passes(int(count_rows(rows))):
-            return plain, TracedStep(model, model.train_step, spec)
+            return StepPair(plain, TracedStep(model, model.train_step, spec))
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
@@ -527,19 +531,19 @@ class StepAudit:
             return error
         return self._try(call, rows)
 
-    def _compare(self, steps: Steps, rows: Tensors, signature: Any) -> Finding | None:
+    def _compare(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
         """Compare Keras' own step and the engine's on these rows; return the first finding, if any.
 
         If `signature` is new, the steps are also compared with other values of variables and with
         other labels (see `_list_variants`).
         """
         found = self._compare_gradients(steps, rows, {}, "")
-        unequal = self._compare_ranks(steps[0])
+        unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
         if signature in self._varied:
             return found
         found = found or self._compare_decisions(steps, rows)
-        for moved, values, changed in self._list_variants(steps[0], rows):
+        for moved, values, changed in self._list_variants(steps.plain, rows):
             other = self._compare_gradients(steps, changed, values, moved)  # in every process
             found = found or other
         if found is None:
@@ -548,7 +552,7 @@ class StepAudit:
 
     def _compare_gradients(
         self,
-        steps: Steps,
+        steps: StepPair,
         rows: Tensors,
         values: Mapping[int, Any],
         moved: str,
@@ -581,7 +585,7 @@ class StepAudit:
         self._compare_logs(reference, trained)
         return self._compare_states(plain, rows, reference, trained)
 
-    def _compare_tests(self, steps: Steps, rows: Tensors) -> Finding | None:
+    def _compare_tests(self, steps: StepPair, rows: Tensors) -> Finding | None:
         """Compare the losses and states of both evaluations; return a finding if they differ."""
         plain, shared = steps
         seeds = self._list_seeds()
@@ -738,7 +742,7 @@ class StepAudit:
             return Finding(difference, said, f"Leave that out. {ALONE}")
         return None
 
-    def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
+    def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
         """Return a finding if an attribute differs after the two steps; None otherwise.
 
         Only plain values such as numbers are compared, for example a counter of calls. Only steps
@@ -766,7 +770,7 @@ class StepAudit:
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
-    def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
+    def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
         """Return a finding if a comparison in user code may turn out differently for some rows.
 
         Such a comparison is a decision (see `decisions.py`). The rows that an engine computes
@@ -860,7 +864,7 @@ class StepAudit:
 
     # ---------------------------------------------------------------- agreement and messages
 
-    def _if_all(self, steps: Steps | None) -> Steps | None:
+    def _if_all(self, steps: StepPair | None) -> StepPair | None:
         """Return the steps if all processes could trace theirs; None otherwise."""
         return steps if self._all(steps is not None) else None
 

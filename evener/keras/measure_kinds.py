@@ -276,9 +276,10 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return the kind of each tensor that a call stores in an attribute, by its name.
+        """Return the kind of each tensor that a call stores in an attribute, by attribute name.
 
-        Tensors that consist of rows are left out; the others are, for example, a mean over rows.
+        Tensors with a dimension for the rows are left out. A mean over the rows is an example of
+        the others.
         """
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}
@@ -364,10 +365,10 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return, for each kind, the value that a state of this kind has after the whole batch.
+    """Predict a state's value after the whole batch, once for each kind that it could have.
 
-    It is computed from `before`, the value before the batch, and from the values after each of the
-    `parts`. SAME is left out if these values differ by more than `near`.
+    The value is computed from `before`, the value before the batch, and from `parts`, the values
+    after each part of it. SAME is left out if `parts` differ by more than `near`.
     """
     changes = [each - before for each in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]

@@ -563,7 +563,7 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors for the metrics; `finish` needs the sums over processes.
+        """Return this process's tensors for the metrics, whose sums over processes `finish` takes.
 
         They are the outputs (padded with zeros to the whole batch), how this process's rows changed
         the metrics' states, and the losses of single outputs. If the outputs are too large to send,

@@ -1,10 +1,10 @@
 """How losses, states and attributes of a batch's parts combine into those of the whole batch.
 
 A kind is the way in which they combine: a mean weighted by rows, a sum, and so on.
-`measure_kinds.py` determines the kinds of a model. Passes need them, because the activations of
-a pass are freed before the outputs of all rows exist. Processes could instead exchange outputs,
-inputs and attributes and compute the loss of all rows, but each step would wait for that
-between forward and backward pass.
+`measure_kinds.py` determines the kinds of a model. With passes, the loss of the whole batch can't
+be computed at once, because the activations of a pass are freed before the next pass runs.
+Processes could exchange outputs, inputs and attributes and compute the loss of all rows, but each
+step would wait for that between its forward and backward pass.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Towers(OneProcess):
         """Run the model on one device's rows, `part`, and return the result.
 
         `size` is the number of these rows without filler rows, and `rows` the number of rows of the
-        whole batch. `starts` are the states with the values from which the call starts.
+        whole batch. `starts` has the values that the model's states get before the call.
         """
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]

@@ -52,12 +52,12 @@ def metrics() -> dict[str, float]:
         cache = _cache = _Cache(reporter)
     if now >= cache.until:
         own = reporter.read()
-        cache.found = join_metrics(_find_ranks(own)) if own is not None else {}
+        cache.found = join_metrics(_find_local_ranks(own)) if own is not None else {}
         cache.until = now + INTERVAL_SECONDS
     return dict(cache.found)
 
 
-def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
+def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
     """Return the newest record of each rank of this training run that is on this machine.
 
     `own` is the record of this process.

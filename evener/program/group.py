@@ -27,10 +27,10 @@ from ..system.cores import allowed_cpus, pin_threads, slice_cores
 from ..training.first_rank import (
     RANK_VARIABLES,
     STARTED_AS,
+    is_eveners_rank,
     is_first_process,
     is_in_other_run,
     is_released,
-    is_started_rank,
     release_others,
 )
 from ..training.launched import DEVICE, PLAN, RENDEZVOUS, RUN, launched_device
@@ -65,14 +65,14 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Prepare this process for the process group that the program creates, then create it.
 
     This function wraps `torch.distributed.init_process_group`. Until the program creates a group of
-    evener's ranks, only the first of them runs its code; the others are released here. A process
-    that evener didn't start gets the device that belongs to its rank.
+    evener's ranks, only the first rank runs the program, and the others wait; this call lets them
+    go on. A process that evener didn't start gets the device that belongs to its rank.
     """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)
     if place is not None and os.environ.get(STARTED_AS):
-        if _is_own_address(place, given.get("init_method")):
+        if _is_eveners_group(place, given.get("init_method")):
             release_others()
             _keep_to(launched_device())
         else:
@@ -106,7 +106,7 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
     return GroupRank(int(numbers[0]), int(numbers[1]), is_given)
 
 
-def _is_own_address(place: GroupRank, method: str | None) -> bool:
+def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
     `place` is this process's rank in the group, and `method` is the script's `init_method`. A
@@ -114,12 +114,12 @@ def _is_own_address(place: GroupRank, method: str | None) -> bool:
     group only if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-    if not is_started_rank() or known != (str(place.rank), str(place.world)):
+    if not is_eveners_rank() or known != (str(place.rank), str(place.world)):
         return False
     if multiprocessing.parent_process() is not None:
-        return not place.is_given and _address_of(method, dict(os.environ)) == _own_address()
-    variables = _read_environment("self")
-    return _address_of(None, variables) == _own_address() or not _has_sibling(variables)
+        return not place.is_given and _address_of(method, dict(os.environ)) == _eveners_address()
+    variables = _read_start_environment("self")
+    return _address_of(None, variables) == _eveners_address() or not _has_sibling(variables)
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def _is_local(given: dict[str, Any]) -> bool:
     return _address_of(method, dict(os.environ)).startswith("127.0.0.1:")
 
 
-def _own_address() -> str:
+def _eveners_address() -> str:
     return os.environ.get(RENDEZVOUS, "").partition(" ")[0]
 
 
@@ -169,7 +169,7 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
     return f"{host.replace('localhost', '127.0.0.1')}:{port}"
 
 
-def _read_environment(process: str) -> dict[str, str]:
+def _read_start_environment(process: str) -> dict[str, str]:
     """Return the environment variables with which a process was started.
 
     `process` is a process ID or "self". The result is empty if the process has exited or belongs
@@ -190,7 +190,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
     """
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        other = _read_environment(process)
+        other = _read_start_environment(process)
         is_beside = all(other.get(name) == own.get(name) for name in alike)
         if is_beside and other.get("RANK", own.get("RANK")) != own.get("RANK"):
             return True
@@ -205,7 +205,7 @@ def _take_device(place: GroupRank) -> None:
     one device.
     """
     # these variables belong to the process that started this one
-    if place.is_given and is_started_rank():
+    if place.is_given and is_eveners_rank():
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
     _free_interfaces(place)
@@ -256,7 +256,7 @@ def _without_rank() -> Iterator[None]:
     Otherwise its child processes would act as the ranks that evener started. A rank that has
     already created a group with evener's other ranks keeps its variables.
     """
-    alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
+    alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}
     try:
         yield

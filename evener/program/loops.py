@@ -52,8 +52,9 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Start an iteration over a DataLoader whose class has its own `__iter__`.
 
-    It is followed if the program trains in it and PyTorch's iterator, or one derived from it, makes
-    the batches. Otherwise it isn't known how many batches are fetched ahead.
+    evener follows the iteration as a training loop if the program trains in it, and if PyTorch's
+    iterator, or one derived from it, makes the batches. It leaves any other iteration alone,
+    because it can't know how many batches are fetched ahead.
     """
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)

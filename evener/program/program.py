@@ -28,7 +28,7 @@ from ..torch.step.checks import OPTIMIZER_CHECK
 from ..torch.step.step import LoaderSteps
 from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import model_digest
-from ..training.first_rank import is_released, is_started_rank
+from ..training.first_rank import is_eveners_rank, is_released
 from . import sharded, views
 from .advice import advise
 from .even_start import EvenStart, comes_from_rows, find_callback
@@ -293,7 +293,7 @@ class Program:
     def is_single_rank(self) -> bool:
         """True while evener's other ranks wait for this first rank to create a process group."""
         has_group = dist.is_available() and dist.is_initialized()
-        return not has_group and is_started_rank() and not is_released()
+        return not has_group and is_eveners_rank() and not is_released()
 
     def report_single_device(self, advice: str) -> None:
         """Report that the program trains on one device, followed by `advice` on how to use more.

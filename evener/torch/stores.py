@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from ..training.first_rank import is_started_rank, release_others
+from ..training.first_rank import is_eveners_rank, release_others
 from ..training.launched import GROUPS, rendezvous_file
 from .private import rendezvous_handlers
 
@@ -91,7 +91,7 @@ def _release_other_ranks() -> None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):
             return
         frame = frame.f_back
-    if is_started_rank():
+    if is_eveners_rank():
         release_others()
 
 

@@ -999,11 +999,11 @@ def add_unweighted(computations: Computations) -> Computations:
 
 
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
-    """Return the computations with gradients weighted after the backward pass instead of before it.
+    """Return the computations with weighted gradients instead of weighted losses.
 
-    In the program's own loops, gradients are weighted after it. `scale` is the number of audited
-    rows divided by the number of rows in the batch, so that a row has the same weight in a backward
-    pass as in the training run.
+    Gradients are weighted after the backward pass, as in the program's own loops. `scale` is the
+    number of audited rows divided by the number of rows in the batch, so that a row has the same
+    weight in a backward pass as in the training run.
     """
 
     def weigh(computation: Computation) -> Computation:

@@ -32,7 +32,7 @@ def describe_rank() -> str:
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
-def is_started_rank() -> bool:
+def is_eveners_rank() -> bool:
     """True if evener started this rank, according to its environment variables."""
     return os.environ.get(STARTED_AS) == describe_rank()
 

@@ -53,7 +53,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(group, "_place", None)
-    monkeypatch.setattr(group, "_read_environment", lambda _: dict(os.environ))
+    monkeypatch.setattr(group, "_read_start_environment", lambda _: dict(os.environ))
     assert load_plan(plan).layout.batches == (1, 1)
     assert allowed_cpus()
     return path
@@ -77,7 +77,7 @@ def test_ranks_of_evener_release_the_others(released: Path) -> None:
 def test_a_script_may_choose_its_address(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are released unless a launcher has started another rank."""
     first = dict(os.environ)
-    monkeypatch.setattr(group, "_read_environment", lambda _: first)
+    monkeypatch.setattr(group, "_read_start_environment", lambda _: first)
     begin(init_method="tcp://localhost:12355", rank=0, world_size=2)
     assert released.exists()
 
@@ -90,7 +90,9 @@ def test_a_launcher_is_known_by_the_ranks_that_it_has_started(
     monkeypatch.setenv("MASTER_PORT", "29500")
     own = {**os.environ}
     other = {**own, "RANK": "1" if beside else "0"}
-    monkeypatch.setattr(group, "_read_environment", lambda pid: own if pid == "self" else other)
+    monkeypatch.setattr(
+        group, "_read_start_environment", lambda pid: own if pid == "self" else other
+    )
     begin()
     assert released.exists() is not beside
     assert os.environ["RANK"] == "0"

@@ -71,10 +71,10 @@ class Audited(msgspec.Struct, frozen=True):
     without a difference, they are None and "". `fault` is the reason why the audit is inconclusive,
     as a part of a message, or "". The audit is also inconclusive if `finite` is False, which means
     that the reference gradient has infinities or NaN. `rows` is a digest of the rows, and `sizes`
-    has the number of rows in each part. `sketch` is the sketch of the reference, and `changed` has
-    the names of buffers that a pass changes. `noises` has the differences that rounding causes, by
-    tensor, or is None if they weren't measured. `explained` is True if the only difference came
-    from random numbers that depend on the length to which rows are padded.
+    has the number of rows in each part. `sketch` has random sums of the reference gradient, and
+    `changed` has the names of buffers that a pass changes. `noises` has the differences that
+    rounding causes, by tensor, or is None if they weren't measured. `explained` is True if the only
+    difference came from random numbers that depend on the length to which rows are padded.
     """
 
     difference: GradientDifference | None

@@ -143,7 +143,10 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield dicts of copies in host memory, of FILE_BYTES or a little more; on rank 0 only."""
+    """Yield copies of the tensors in host memory, in dicts of at least FILE_BYTES each.
+
+    The last dict may be smaller. Ranks other than 0 yield nothing.
+    """
     if sharded.place.rank:
         return
     copied, size = Tensors(), 0

@@ -119,11 +119,11 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Run the forward and backward passes of a batch, in as many passes as the plan has.
+    """Compute the loss and gradients of a batch, cut into as many passes as the plan has.
 
-    `compute` returns the mean loss over a part. `count` returns the number of items in a part over
-    which that loss is a mean; None means that the items are rows. Returns this rank's mean loss.
-    This is the implementation of `PlannedTraining.step`.
+    `compute` returns the mean loss over a part of the batch. `count` returns the number of items in
+    a part, if `compute` averages over other items than rows, such as tokens; otherwise it is None.
+    Returns this rank's mean loss. This is the implementation of `PlannedTraining.step`.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
