@@ -79,10 +79,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows a loss needs if the batch size changes.
+    """Return the factor by which the rows needed for a certain loss change with the batch size.
 
-    It changes from `batch` to `other` rows per step. A smaller batch needs fewer rows, so the
-    factor is then below 1.
+    The batch size changes from `batch` to `other` rows per step. If it becomes smaller, fewer rows
+    are needed, so the factor is below 1.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -182,11 +182,11 @@ def _student(freedom: float) -> float:
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence with the noise scale, and with what samples are worth in a batch.
+    """Return a sentence with the noise scale and with the efficiency of a batch of `batch` rows.
 
-    Their worth in a batch of `batch` rows is a percentage of their worth in a very small batch, as
-    in `efficiency`. `steps` is the number of steps in which the noise scale was measured. The
-    sentence has no period at its end.
+    The efficiency is the worth of a sample in that batch, as a percentage of its worth in a very
+    small batch (see `efficiency`). `steps` is the number of steps in which the noise scale was
+    measured. The sentence has no period at its end.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:

@@ -81,7 +81,7 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the pass's last row, counted from the start of the plan's pass."""
+        """The index of the row after the last one, counted from the start of the plan's pass."""
         return self.start + self.rows
 
     @property
@@ -122,9 +122,9 @@ class PassLimit:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If they held 1 GiB or more when memory ran out, they may have been the cause. In
-        that case, every tenth step checks how much they hold, and removes the limit if it is less
-        than half of what they held before.
+        unknown. If other processes held 1 GiB or more when memory ran out, they may have been the
+        cause. In that case, every tenth step checks how much they hold now. The limit is removed if
+        they hold less than half of what they held then.
         """
         self.step += 1
         self._clean_steps += 1

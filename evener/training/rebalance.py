@@ -480,10 +480,10 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank can neither get nor give rows, whichever is needed.
+        """True if a rank can't take part in a move of rows.
 
-        If `gives`, the rank should give rows, and is stuck if its share is too small for that.
-        Otherwise the rank should get rows, and is stuck if no more rows fit in its memory.
+        If `gives`, the rank would have to give rows, but its share is too small for that. Otherwise
+        the rank would have to get rows, but no more rows fit in its memory.
         """
         if gives:
             return share <= self._quantum
@@ -519,10 +519,10 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device became slower or faster, its change and since when.
+        """Return a message: which device became slower or faster, by how much and since when.
 
-        `factors` are the ranks' compute times divided by their predicted
-        times, in the last `span` windows.
+        `factors` are the ranks' compute times in the last `span` windows, divided by the times that
+        their curves predict.
         """
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
@@ -600,10 +600,9 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of new shares in rows, at most 8.
+    """Return the number of rows of which all new shares are multiples (the quantum), at most 8.
 
-    New shares are multiples of the quantum. It divides all current shares, and is
-    smaller if the shares are small.
+    The quantum divides all current shares. If the shares are small, a smaller divisor is used.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):

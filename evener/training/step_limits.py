@@ -299,9 +299,9 @@ def _wait_for_starved(
     """Return the seconds per step for which a rank waits for ranks that lack cores (starved ranks).
 
     If all ranks are starved, each of them is the last one in some steps, and the others wait for
-    it; otherwise the result is 0. A rank may also lack a core while it waits, and that time is
-    already counted as starved. So the result is at most what is left of a step (`step_s` seconds)
-    without starved time, computing and the exchange.
+    it. If not all are starved, the result is 0. A rank may also lack a core while it waits, and
+    that time is already counted as starved. So the result is at most what is left of a step
+    (`step_s` seconds) without starved time, computing and the exchange.
     """
     if not all(each.starved >= LEAST_SHARE for each in ranks):
         return 0.0
@@ -315,10 +315,11 @@ def _wait_for_starved(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the excess: how much longer the slowest rank computes than if all finished together.
+    """Return the unequal compute times of the ranks as the part of a step that limits training.
 
-    Return None if the excess, or the longest wait of another rank, is within noise or less than 5 %
-    of a step.
+    Its duration is the excess: how much longer the slowest rank computes than all ranks would if
+    they finished together. Return None if the excess, or the longest wait of another rank, is
+    within noise or less than 5 % of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
