@@ -111,12 +111,12 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server, given a callable for the latest snapshot.
+    """Return a function that starts the metrics server, for the options given.
 
-    The returned function gives the context in which the server runs. Without `--metrics`, this
-    context does nothing. `address`, `public` and `once` are the values of `--metrics`,
-    `--metrics-public` and `--once`. Raises RequestError if these options contradict each other or
-    the address is invalid.
+    The function takes a callable for the latest snapshot, and returns a context in which the server
+    runs. Without `--metrics`, that context does nothing. `address`, `public` and `once` are the
+    values of `--metrics`, `--metrics-public` and `--once`. Raises RequestError if these options
+    contradict each other or the address is invalid.
     """
     if address is None:
         if public:

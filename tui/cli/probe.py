@@ -119,10 +119,10 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the `--devices` value, and the indices in it of the devices that `--gpus` names.
+    """Return a `--devices` value, and the devices that `--gpus` names as indices in its list.
 
-    With `--devices`, the numbers of `--gpus` are indices in its list. Without `--devices`, they
-    are indices of this machine's devices. Without `--gpus`, the indices are None: the first
+    With `--devices`, the numbers of `--gpus` are such indices already. Without `--devices`, they
+    are indices of this machine's devices. Without `--gpus`, return None as the indices: the first
     devices are used.
     """
     if gpus is None:

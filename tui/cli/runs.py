@@ -148,9 +148,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return why the last training that used a search's plan was slower than the plan.
+    """Return how much slower the last training was than the search's plan predicted, and why.
 
-    Return "" if it wasn't slower, or if no training has used the plan.
+    Return "" if the training wasn't slower, or if no training has used the plan.
     """
     trained = summary.trained
     if trained is None or not trained.falls_short:

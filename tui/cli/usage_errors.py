@@ -25,7 +25,8 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
     """Return the error to print for an exception of the parser; None for any other exception.
 
     The error's remedy names the help of the command that raised the exception. If the exception
-    doesn't tell which one that is, it is taken to be `command`, such as "evener probe".
+    doesn't say which command raised it, the remedy names the help of `command`, such as "evener
+    probe".
     """
     describe = getattr(error, "format_message", None)
     if describe is None:
