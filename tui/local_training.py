@@ -64,7 +64,7 @@ class LocalTraining:
                 os.kill(self.pid, signal.SIGINT)
 
     def state_text(self) -> str:
-        """Return whether the training runs, with its process ID, or how it ended."""
+        """Return the process ID as text while the training runs, and afterwards how it ended."""
         code = self.exit_code
         if code is None:
             return f"process {self.pid}"

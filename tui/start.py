@@ -70,8 +70,8 @@ def run_app(
     context in which the app runs, such as a metrics server; its argument is a callable that returns
     the latest snapshot. `options` are passed to the app.
 
-    Raises RequestError or DeviceError before the terminal is changed: for invalid devices or an
-    invalid address, and if the app isn't installed.
+    Raises RequestError or DeviceError if the devices or the address are invalid, or if the app
+    isn't installed. The terminal is unchanged in that case.
     """
     prepare_app()
     path = settings_path()

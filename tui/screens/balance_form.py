@@ -198,9 +198,9 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search that measured a function of the user whose file still exists.
+    """Return the newest search of a model that one of the user's own functions builds.
 
-    Return None if there is no such search.
+    Searches whose file no longer exists are skipped. Return None if there is no search left.
     """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
@@ -341,8 +341,8 @@ class BalanceForm(UsesApp, Vertical):
         """Show only the rows that the values of the other fields require.
 
         The path is shown only for another file, and the other options only if "more" is open. Among
-        them, the layouts are shown only for a comparison, and the largest slowdown only for an
-        objective that trades speed.
+        these options, the layouts are shown only for a comparison. The largest slowdown is shown
+        only for an objective that accepts lower speed, such as energy.
         """
         if not self._models:
             return
@@ -507,7 +507,7 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error message or, if there is none, explain the focused field in a few lines."""
+        """Show the error message. If there is none, explain the focused field in a few lines."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:

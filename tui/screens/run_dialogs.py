@@ -144,8 +144,8 @@ class SaveDialog(FieldDialog):
 
     If the file exists, the user must first confirm that it may be replaced. `what` names the
     document, `name` is the proposed path, and `endings` are the allowed file name extensions.
-    `save` writes the file in a thread, because it may be slow. `next_step` returns a sentence for
-    the written path that says what to do next, or "".
+    `save` writes the file in a thread, because it may be slow. `next_step` is called with the
+    written path and returns a sentence about what to do next, or "".
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def submit(self, text: str) -> bool:
-        """Write the file, or ask first if the file exists; `text` is its path."""
+        """Write the file with the path `text`; if it exists, ask first whether to replace it."""
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
         if not os.path.exists(path):  # writing to an unreadable path raises an error
