@@ -73,8 +73,9 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the title, the rows and the note as lines, followed by an empty line.
 
-        If there are only headings, return the line "title: note" instead, or no lines if either of
-        them is empty. The note is wrapped to `width`, the terminal's width; None doesn't wrap it.
+        If there are only headings, return the line "title: note" instead. If title or note is
+        missing too, return no lines. The note is wrapped to `width`, the terminal's width; None
+        doesn't wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []

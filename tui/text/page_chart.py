@@ -83,9 +83,9 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
     """Return the chart of all devices' curves as SVG.
 
     Dotted lines mark batch sizes that ran out of memory. `frontier` has the batch sizes that are
-    faster than all smaller ones, each as (batch size, samples/s, worth). Worth is a throughput,
-    too: with small batches, that many samples/s would make the model learn as fast. Two lines show
-    the frontier: the samples/s of the fastest layout (dashed) and the worth (dash-dotted).
+    faster than all smaller ones, each as (batch size, samples/s, worth). The worth is also in
+    samples/s: the throughput with small batches at which the model would learn as fast. Two lines
+    show the frontier: the samples/s of the fastest layout (dashed) and the worth (dash-dotted).
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]

@@ -228,9 +228,9 @@ def parse_duration(text: str, name: str) -> float:
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
     """Return a value of `--devices` that selects only some of the devices that `spec` selects.
 
-    `devices` are all devices that `spec` selects, and `chosen` are the indices in `devices` of
-    those to select. Raises RequestError if no device is chosen, or only some devices of a machine
-    file.
+    `devices` are all devices that `spec` selects. `chosen` has the indices of the devices to keep.
+    Raises RequestError if no device is chosen, or if `spec` is a machine file and not all of its
+    devices are chosen.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

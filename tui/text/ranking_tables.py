@@ -1,7 +1,7 @@
 """Formats a comparison of layouts as text.
 
-There is a table of the ranking, one of packing (several trainings on one device), and one of how an
-even split scales with the number of devices. The module imports no screen.
+One table has the ranking. Another is about packing (several trainings on one device). A third shows
+how an even split scales with the number of devices. The module imports no screen.
 """
 
 from __future__ import annotations

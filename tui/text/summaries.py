@@ -222,12 +222,13 @@ def summary_lines(
 ) -> list[str]:
     """Return the whole result of a search as lines.
 
-    They are the workload, the tables of shares and rivals, the table of batch sizes with their
-    worth in learning if it is known, the verdict with the next `steps`, remarks and warnings.
+    They are the workload, the tables of shares and rivals, the verdict with the next `steps`,
+    remarks and warnings. If the noise scale is known, there is also a table of batch sizes that
+    says how fast the model learns with each.
 
     `labels` are the devices' short names, in the plan's order. `verdict` is the verdict's stored
-    text, which is used if there is no structured verdict (`found`), as in a run by an older
-    version. Sentences are wrapped to `width`, the terminal's width; None doesn't wrap them.
+    text. It is used if there is no structured verdict (`found`), as in a run by an older version.
+    Sentences are wrapped to `width`, the terminal's width; None doesn't wrap them.
     """
     frontier = frontier_table(found).lines()
     rivals = [
