@@ -62,7 +62,8 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 def _other_size(spec: Any, tensor: Any) -> Any:
     """Return a tensor of zeros that differs from `tensor` in every length that `spec` leaves open.
 
-    A dataset of both tensors therefore has the element spec `spec`: those lengths aren't fixed.
+    A dataset of both tensors has the element spec `spec`, because these lengths aren't the same in
+    both.
     """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)

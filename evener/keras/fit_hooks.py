@@ -155,7 +155,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make Keras' train, test or predict function as its method `name` does, and wrap it.
+        """Make and wrap a train, test or predict function by calling Keras' method `name`.
 
         With `force`, an existing function is replaced. XLA is disabled if the engine splits batches
         or doesn't use the first device. Raises RequestError if the engine can't run the model.
@@ -237,8 +237,8 @@ class FitHooks:
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """Call `keras.Model.evaluate` with the arguments adapted to the engine.
 
-        The default batch size is the split's global batch. With passes, it is the largest batch of
-        which each device can evaluate its rows in one pass.
+        The default batch size is the split's global batch. If the split has passes, the default is
+        instead the largest batch that every device can evaluate with one pass for its rows.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
@@ -342,7 +342,7 @@ class FitHooks:
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
         """Return batches of `size` rows for evaluation, in the form that the engine's steps accept.
 
-        Also return the number of batches, because Keras needs the number of steps.
+        The second result is the number of batches, which Keras needs as the number of steps.
         """
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())

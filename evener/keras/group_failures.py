@@ -57,7 +57,10 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Abort the other processes' collectives with the error's text, unless all of them fail."""
+        """Abort the other processes' collectives with the error's text.
+
+        Do nothing else if all processes fail, because each then raises its own error.
+        """
         self._count += 1
         service = context.context()
         try:

@@ -344,10 +344,12 @@ def part_of_loss(
     """Return how much the rows in `batch` contribute to the whole batch's loss.
 
     `batch` is (x, y, outputs, weight). `losses` are the losses that layers added, then the
-    regularizers' losses. `found` says how the losses of parts combine. `parts` has two fractions of
-    the whole batch: the fraction of its rows, for `losses`, and the fraction of the tokens, or of
-    whatever else the model's own loss is a mean over. Both are 0 for a filler row, because the loss
-    of an empty batch may be NaN.
+    regularizers' losses. `found` says how the losses of parts combine.
+
+    `parts` has two fractions of the whole batch. The first is the fraction of its rows, by which
+    `losses` are weighted. The second is the fraction of its tokens, or of whatever else the model's
+    own loss is a mean over; it weights the own loss. Both fractions are 0 for a filler row, because
+    the loss of an empty batch may be NaN.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)

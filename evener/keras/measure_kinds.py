@@ -75,10 +75,10 @@ def measure_first(
 ) -> Callable[[Any], Any]:
     """Return a function like `run` that first measures how the results of a batch's parts combine.
 
-    The first batch shows whether losses and states are sums, means or neither, and the engine keeps
-    the answer. `run` is Keras' train function, or its test function unless `training`. `plain` are
-    Keras' own steps on one device, and `audited` is True if steps are audited. Raises RequestError
-    if the engine can't combine such a loss.
+    The measurement uses the first batch. It shows whether losses and states are sums, means or
+    neither, and the engine stores the result. `run` is Keras' train function, or its test function
+    if `training` is False. `plain` are Keras' own steps on one device, and `audited` is True if
+    steps are audited. Raises RequestError if the engine can't combine such a loss.
     """
     is_first = True
 
@@ -199,9 +199,9 @@ class Measured(NamedTuple):
     def find_added(self) -> list[str]:
         """Return the kind of each loss that layers add.
 
-        A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern any of
-        these rows. Such a loss is measured again, first with nonzero values of the variables and
-        then with other weights and inputs.
+        A loss of 0 reveals nothing. Its coefficient may start from 0, or the loss may not concern
+        any of these rows. Such a loss is measured again, first with nonzero values of the variables
+        and then with other weights and inputs.
         """
         found = self._read_added(self.results)
         for vary in (self._raise_zeros, self._change_weights):
@@ -226,13 +226,16 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return nonzero values for variables that are 0, by their keys, and the unchanged rows."""
+        """Return new, nonzero values for the variables that are 0, and the rows.
+
+        The values are keyed by variable. The rows are unchanged.
+        """
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return new values for variables, and rows with negated inputs.
+        """Return new values for variables, and the rows with negated inputs.
 
-        The values come from `_raise_zeros`, and noise is added to weights.
+        The values are those of `_raise_zeros`, with noise added to the weights.
         """
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
@@ -278,8 +281,8 @@ class Measured(NamedTuple):
     def find_attributes(self) -> dict[str, str]:
         """Return the kind of each tensor that a call stores in an attribute, by attribute name.
 
-        Tensors with a dimension for the rows are left out. A mean over the rows is an example of
-        the others.
+        Tensors that have an entry per row are left out. The remaining ones are, for example, means
+        over the rows.
         """
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}
@@ -441,7 +444,10 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return the labels with some replaced by `padding`, a different number in each row."""
+    """Return a copy of the labels in which some are `padding`, a different number in each row.
+
+    If a row has a single label, every third row's label is replaced.
+    """
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))

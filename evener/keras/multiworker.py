@@ -228,9 +228,9 @@ class Workers:
     def around_training(self, run: Steps) -> Steps:
         """Return a function that runs Keras' train function `run` with evener's checks around it.
 
-        With passes, a `SurvivingStep` replaces `run`. After the first steps, the processes'
-        data are compared; with `rebalance`, shares may change. Raises DeviceError if memory
-        runs out and there are no passes.
+        With passes, a `SurvivingStep` replaces `run`. The function compares the processes' data
+        after the first steps, and with `rebalance` it may change the shares. Raises DeviceError if
+        memory runs out and there are no passes.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -372,8 +372,8 @@ class Workers:
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows, and return the results.
 
-        The second result is for states whose changes are summed over all processes: it has their
-        values from before the step.
+        Also return the values that states had before the step, for the states whose changes are
+        summed over all processes.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -563,12 +563,12 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return this process's tensors for the metrics, whose sums over processes `finish` takes.
+        """Return the tensors that this process sends for the metrics.
 
-        They are the outputs (padded with zeros to the whole batch), how this process's rows changed
-        the metrics' states, and the losses of single outputs. If the outputs are too large to send,
-        the compiled metrics count this process's rows now. The changes of their states are then
-        sent instead of the outputs.
+        `finish` takes their sums over the processes. The tensors are the outputs (padded with zeros
+        to the whole batch), how this process's rows changed the metrics' states, and the losses of
+        single outputs. If the outputs are too large to send, the compiled metrics count this
+        process's rows now, and the changes of their states are sent instead of the outputs.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):

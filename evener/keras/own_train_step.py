@@ -34,8 +34,9 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 def _view(model: Any) -> Any:
     """Return an object like the model, whose `super().train_step` is the engine's step.
 
-    The object and the model share one dictionary of attributes, so attributes that the step sets
-    are set on the model. The object's class is created for it; the model keeps its own class.
+    The object and the model share one dictionary of attributes, so an attribute that the step sets
+    on the object is also set on the model. The object's class is created for it, and the model
+    keeps its own class.
     """
     kind = type(model)
     make_class: Any = type(kind)

@@ -52,9 +52,10 @@ class StepStates:
     """The states of a model during the calls of one step.
 
     Seeds differ by device, so that no two devices draw the same random numbers. Metrics inside
-    layers count the rows of all devices. Without passes, a device's call therefore continues from
-    the previous device's values; with passes, it starts from 0 and the counts are added. `found`
-    says how devices' values of other states combine.
+    layers count the rows of all devices. Without passes, each device's call therefore continues
+    from the values that the metrics have after the previous device's call. With passes, each call
+    starts from 0, and the counts are added. `found` says how devices' values of other states
+    combine.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -88,7 +89,7 @@ class StepStates:
     def update(self, state: Any, value: Any) -> StateUpdate:
         """Return how the state changes for the whole batch, given its value on one device.
 
-        The device has computed all of its passes.
+        `value` is the state's value after the last pass of that device.
         """
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
@@ -179,7 +180,7 @@ def adds_up(kind: str) -> bool:
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return how much one device contributes to a state's change (see `adds_up`).
+    """Return how much one device contributes to the change of a state for which `adds_up` is True.
 
     `start` is the state's value before the step, and `part` the device's fraction of the rows.
     """

@@ -48,8 +48,8 @@ class ChangingCut(Cut):
     def passes(self, device: int, rows: Any) -> Any:
         """Return the number of passes that the device at index `device` needs for `rows` rows.
 
-        `rows` and the result are int64 scalar tensors. The result depends on
-        the shares when the graph runs.
+        `rows` and the result are int64 scalar tensors. The result is computed from the shares at
+        the time when the graph runs.
         """
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
@@ -118,8 +118,8 @@ class WorkTimes:
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Record a step of `rows` rows, by operations of the graph.
 
-        `own_works` is the vector of all processes' compute times, and `met_s` the time from this
-        process's last gradient until it had all sums.
+        `own_works` is the vector of all processes' compute times. `met_s` is the time between this
+        process's last gradient and the moment at which it has all sums.
         """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])

@@ -23,12 +23,13 @@ from .tf_devices import driver_name
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports the samples/s of a split's devices to the monitor after every step.
 
-    In a group of processes, the first one reports for all. A step of a dataset whose number of
-    rows is unknown counts as the split's global batch; without a global batch, nothing is
+    In a group of processes, the first one reports for all. If the number of rows of a dataset's
+    step is unknown, the step counts as the split's global batch; without a global batch, nothing is
     reported. For a model that trains without a split, pass `rows`, the number of rows per step.
+
     With `log`, the shares, the samples/s and their ratio to the plan's samples/s are added to the
-    `logs` at the end of each epoch, where TensorBoard and the callbacks of W&B and MLflow find
-    them; these callbacks must come after this one.
+    `logs` at the end of each epoch. TensorBoard and the callbacks of W&B and MLflow read them
+    there, so these callbacks must come after this one.
 
     Raises RequestError without a split and without `rows`.
     """
@@ -110,9 +111,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the durations of the steps' parts, such as input, summed over all steps.
+        """Return the total durations of the steps' parts, such as input, over all steps.
 
-        They are empty before the model has a split's hooks.
+        The result is empty if the model doesn't have a split's hooks yet.
         """
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole

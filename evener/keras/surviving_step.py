@@ -30,9 +30,9 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 class SurvivingStep:
     """A replacement for Keras' train function in an engine of type `Workers` with passes.
 
-    `limit` is the maximum rows per pass, which falls when memory runs out. If it is None, as in a
-    probe, a step that runs out of memory fails and isn't retried. `said` is called with a report of
-    each retry.
+    `limit` is the maximum number of rows per pass; it is reduced when memory runs out. In a probe,
+    `limit` is None, and a step that runs out of memory fails without a retry. `said` is called with
+    a report of each retry.
     """
 
     def __init__(
