@@ -248,11 +248,10 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 class HostLaunch:
     """Runs `evener launch` on this host, for the RemoteLaunch that reads its output.
 
-    `plan` is the content of the plan file, and `planned` is the path that was given to
-    `evener launch`, so that a script which opens this path gets the new plan. `script` has copies
-    of the script and the files beside it, or is None for a module. The launch runs in `folder` if
-    that exists on this host. It is terminated together with this process, and has `end_seconds` to
-    exit after SIGTERM.
+    `plan` is the content of the plan file. `planned` is the path that was given to `evener launch`;
+    a script that opens this path gets the new plan. `script` has copies of the script and the files
+    beside it, or is None for a module. The launch runs in `folder` if that exists on this host. The
+    launch is terminated together with this process, and has `end_seconds` to exit after SIGTERM.
     """
 
     def __init__(

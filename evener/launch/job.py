@@ -73,10 +73,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file for which all ranks of a program wait before they start, except the first rank.
+        """The file for which ranks after the first one wait before they run the program.
 
-        The first rank creates this file when it creates a process group with the others. The result
-        is None if all ranks start immediately.
+        The first rank creates the file when its program creates a process group with the other
+        ranks. The value is None if all ranks start immediately.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None

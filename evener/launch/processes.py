@@ -61,8 +61,9 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        A rank that left with exit code 0 before the others failed may be the cause, so it is named
-        first. It isn't named if SIGKILL ended the failed rank, because that is then the cause.
+        A rank that left with exit code 0 before the others failed may be the cause, so the message
+        begins with that rank. It is left out if the failed rank was ended by SIGKILL, because
+        SIGKILL is then the cause.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -280,8 +281,8 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
     """Wait until all processes have exited, one has failed, or a signal arrives.
 
-    Return the exit codes of the processes that have exited, by their positions in `running`; empty
-    after a signal.
+    Return the exit codes of the processes that have exited, by their indices in `running`. Return
+    an empty dictionary after a signal.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)
@@ -295,8 +296,8 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
     """Send the signal `number` to processes that still run; kill them after `grace_seconds`.
 
-    After a Ctrl-C on their terminal, the signal isn't sent again, because the terminal has already
-    delivered it.
+    After a Ctrl-C on the processes' terminal, the signal isn't sent here, because the terminal has
+    already sent it to them.
     """
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):

@@ -155,10 +155,10 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    If `given` is a plan file, its plan is used. Otherwise it is the plan that was saved after the
-    last run of this program with the same arguments and devices or, if there was none, a plan with
-    even shares. `devices` is the text of the option `--devices`. Raises RequestError if the plan is
-    for several hosts or a device has a limit, and DeviceError if a device is simulated.
+    If `given` is a plan file, its plan is used. Otherwise the plan is the one that was saved after
+    the last run of this program with the same arguments and devices. If there is no such plan, the
+    shares are even. `devices` is the text of the option `--devices`. Raises RequestError if the
+    plan is for several hosts or a device has a limit, and DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)

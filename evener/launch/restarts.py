@@ -34,9 +34,9 @@ from .processes import GroupExit, named_output, run_children
 def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until the processes exit, restart them after a loss, and return the exit code.
 
-    A loss means that a process was killed or aborted. Training ends when all processes succeed, a
-    script raises an exception, or `max_restarts` restarts are used up. After a loss, every device
-    of the job `first` is checked, including devices that were left out before. If only the first
+    A loss means that a process was killed or aborted. After a loss, every device of the job `first`
+    is checked, including devices that were left out before. Training ends when all processes
+    succeed, a script raises an exception, or `max_restarts` restarts are used up. If only the first
     process of a program ran, the exit code is the program's own.
 
     With several hosts, no launcher sees all failures. Therefore each failure is treated as a loss,

@@ -185,7 +185,8 @@ class _MatchedRank(NamedTuple):
     def summarize(self, step: RankStep | None) -> RankSummary:
         """Return the device's summary.
 
-        `step` has the mean time per step that its rank spent on each activity; None if unknown.
+        `step` has the mean time per step that the device's rank spent on each activity. It is None
+        if these times are unknown.
         """
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes

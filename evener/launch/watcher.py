@@ -1,10 +1,10 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
 The watcher creates the training run's folder and prints the folder's name. Its standard input is a
-pipe from the launcher, by which it detects that the launcher has exited or was killed. It then
-waits for the leftover processes of the run RUN, kills the ones that don't exit in time, and removes
-the folder. If the launcher has reported that the run succeeded, leftover processes may continue.
-The watcher imports no module of evener so that it starts quickly.
+pipe from the launcher, which closes when the launcher exits or is killed. The watcher then waits
+for the leftover processes of the run RUN, kills the ones that don't exit in time, and removes the
+folder. If the launcher has reported that the run succeeded, leftover processes may continue. The
+watcher imports no module of evener so that it starts quickly.
 """
 
 from __future__ import annotations
