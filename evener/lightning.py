@@ -175,8 +175,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def prepare_metrics(self) -> None:
         """Create the object that reduces logged metrics over ranks and passes.
 
-        Also set the check that decides whether a pass that ran out of memory may be retried in
-        parts.
+        Also set the check for a pass that ran out of memory. It decides whether the pass may be
+        retried in parts.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
@@ -317,7 +317,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device as Lightning does.
 
-        With several passes, each pass is moved when it is computed.
+        If there are several passes, nothing is moved yet: each pass is moved when it is computed.
         """
         if self._passes > 1 and self._trainer.training:
             return batch

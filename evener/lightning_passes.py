@@ -38,8 +38,8 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     """Check that the pass `part`, which ran out of memory, may be cut into parts of `rows` rows.
 
-    The weighted gradients of the parts must add up to the gradient of the whole pass. Raises
-    RequestError, on this rank only, if the gradients differ or an optimizer is LBFGS.
+    It may be if the weighted gradients of the parts add up to the gradient of the whole pass.
+    Raises RequestError, on this rank only, if they don't or if an optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits

@@ -42,9 +42,9 @@ Doing = Literal[
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run, with its part of each batch and of the samples/s.
+    """A device of a training run, with its rows of each batch, its samples/s and its step times.
 
-    It also has the device's step times; `own_work_s` is the compute time (own work).
+    `own_work_s` is the compute time (own work).
     """
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone

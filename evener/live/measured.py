@@ -10,10 +10,11 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums of the durations of a device's last steps.
 
-    `record` is its process's record, and `live` the device's entry in it. The record has sums for
-    the whole process. They aren't used if the process has several devices and this one reports its
-    own compute time (own work). Without usable sums, the result is a single step made from the
-    medians or, if there are no medians either, empty.
+    `record` is the record of the device's process, and `live` is the device's entry in it. The
+    record's sums are for the whole process. They don't apply to this device if the process has
+    several devices and this one reports its own compute time (own work). In that case, or if the
+    record has no such sums, return a single step made from the medians. Return empty sums if there
+    are no medians either.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent

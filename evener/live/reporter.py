@@ -368,7 +368,8 @@ class Reporter:
     ) -> None:
         """Record a report in the journal and, if `rates` are known, write it to the file.
 
-        Also determine when the next file is due, and start the thread that notices hanging steps.
+        Also determine when the file has to be written again, and start the thread that notices
+        steps that hang.
         """
         if rates is None and self._journal is None:
             return

@@ -187,9 +187,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the number of samples of each device; the numbers sum to `global_batch` exactly.
 
-        The default of `global_batch` is the plan's own. If the plan divides a batch by the cost of
-        its rows, which depends on their lengths, the numbers of rows are divided in the same
-        proportions. Training runs that don't know the lengths use these numbers.
+        The default of `global_batch` is the plan's own. A plan may divide each batch by the cost of
+        its rows, which depends on their lengths. In that case, the numbers of samples have the
+        proportions of the costs, for training runs that don't know the lengths.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:

@@ -69,7 +69,8 @@ def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) ->
     """Return where to insert the lines, and how to rewrite uses of the models' own methods.
 
     `loader` and `models` are the script's names for its loader and its models. The frame is None if
-    it isn't known; then, or if its file can't be parsed, the place has no line number.
+    it isn't known. Without a frame, or if its file can't be parsed, the place is described without
+    a line number.
     """
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:
@@ -111,8 +112,9 @@ def advise_fastai() -> str:
 def advise_lightning() -> str:
     """Return a message with two lines of Lightning that make a script train on all devices.
 
-    A script needs them if its Trainer uses one device although several ranks are available. They
-    keep the global batch by dividing the batch size of each rank's loader by the number of ranks.
+    A script needs these lines if its Trainer uses one device although several ranks are available.
+    The lines keep the global batch by dividing the batch size of each rank's loader by the number
+    of ranks.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (

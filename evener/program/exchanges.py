@@ -168,7 +168,7 @@ class Exchanges:
         return result
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Call the collective; if shares are uneven, let a gather return ranks' actual rows."""
+        """Call the collective; with uneven shares, a gather returns each rank's actual rows."""
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
@@ -186,9 +186,9 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Return a context for a function that itself handles different numbers of rows.
+        """Return a context for a function that itself handles different numbers of rows per rank.
 
-        In this context, collectives are called unchanged, and exchanged rows aren't a fault.
+        In this context, collectives are called unchanged. It isn't a fault if they exchange rows.
         """
         before, self._knows_rows = self._knows_rows, True
         try:
@@ -270,10 +270,10 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a call gives sums over the rows of all ranks, or gathers each rank's sum.
+    """True if a call gives sums over the rows of all ranks, or gathers a sum from each rank.
 
-    Such results don't depend on how the rows are divided among the ranks: the sum over all ranks
-    stays the same.
+    Such results don't depend on how the rows are divided among the ranks, because the sum over all
+    ranks stays the same.
     """
     every = _tensors(call)
     if call.name == "all_reduce":

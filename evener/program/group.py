@@ -62,11 +62,12 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Prepare this process for the process group that the program creates, then create it.
+    """Prepare this process for the process group that the program creates, then create the group.
 
-    This function wraps `torch.distributed.init_process_group`. Until the program creates a group of
-    evener's ranks, only the first rank runs the program, and the others wait; this call lets them
-    go on. A process that evener didn't start gets the device that belongs to its rank.
+    This function wraps `torch.distributed.init_process_group`. At first, only evener's first rank
+    runs the program, and its other ranks wait. They begin when the program creates a group with
+    them, which is in this call. A process that evener didn't start gets the device that belongs to
+    its rank.
     """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
@@ -90,8 +91,9 @@ def _signature(function: Any) -> inspect.Signature:
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
     """Return this process's rank and the size of the group that is about to be created.
 
-    `given` has the arguments of `init_process_group`. Return None if the rank or the size is
-    neither among them nor in the environment. With MPI, for example, only the backend knows them.
+    `given` has the arguments of `init_process_group`. Both numbers come from these arguments or
+    from the environment. Return None if either number is missing; with MPI, for example, only the
+    backend knows them.
     """
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))

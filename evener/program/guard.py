@@ -164,17 +164,17 @@ class Guard(Recorder):
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor, such as task weights, that was created before the batch.
 
-        Sums over all ranks' rows don't count, because they are the same with any shares.
+        False for a sum over all ranks' rows, because such a sum is the same with any shares.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record the numbers in a call of `function` whose other operands are weights or gradients.
+        """Record the numbers that a call of `function` combines with weights or gradients.
 
-        If such an operand is combined with a value of this rank's own rows, such as its own count
-        of labels, `local_use` is set to a message that says so.
+        If the call combines weights or gradients with a value that follows from this rank's own
+        rows, such as their number of labels, `local_use` is set to a message that says so.
         """
         super()._note_use(function, given)
         if self.local_use or not is_arithmetic(function):
