@@ -235,7 +235,7 @@ class Guard(Recorder):
         """True if the tensor is a sum over the batch's rows, such as a count of labels.
 
         The recorded calls are repeated for a few rows, at once and in two parts, to see whether the
-        parts add up. It is False if the tensor has a gradient or its calls are unknown.
+        parts add up. The result is False if the tensor has a gradient or its calls are unknown.
         """
         places, _, is_known = self._walk(tensor)
         entries = [self._tape[place] for place in sorted(places)]
@@ -265,7 +265,7 @@ class Guard(Recorder):
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
         """True if `record` reproduces the tensor, and its values for parts of a few rows add up.
 
-        It is False if their sum is 0, because that would prove nothing.
+        The result is False if the tensor is 0 for these rows, because zeros would prove nothing.
         """
         few = next(iter(self._list_rows()), None)
         if few is None or not _are_near(record.compute(self.batch, self.rows), tensor):
@@ -314,7 +314,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as the recorded calls `entries` compute it from 3/4 of the rows."""
+        """Repeat the recorded calls `entries` with 3/4 of the rows; return the new tensor."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -327,16 +327,17 @@ class Guard(Recorder):
     def take_inner(self, model: Any) -> Any:
         """Return the module that recomputes the loss in place of `model`.
 
-        For DistributedDataParallel, whose forward pass would communicate with the other ranks, this
-        is the module inside it. If all ranks recompute the loss together, it is `model` itself.
+        For DistributedDataParallel, whose forward pass would communicate with the other ranks, the
+        result is the module inside the wrapper. If all ranks recompute the loss together, the
+        result is `model` itself.
         """
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
         """Return why shares would change what is learned from this loss, or why this is unknown.
 
-        The result is empty if shares give the same gradient as the program's own launcher. If ranks
-        communicate in the models' layers, the losses are compared instead.
+        Return "" if shares give the same gradient as the program's own launcher. If ranks
+        communicate in the models' layers, the losses are compared instead of the gradients.
         """
         record = self._find_record(loss)
         if self._agree is not None:
@@ -370,11 +371,12 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss; all ranks run the same passes to find out.
+        """Return why shares can't be used with a loss; the result is the same on all ranks.
 
-        `record` has the recorded calls of the loss on this rank, or the reason why there are none.
-        The result is the same on all ranks, and empty if no rank objects. If a rank already has a
-        reason at the start, no pass is computed.
+        To find out, all ranks run the same passes. `record` has the recorded calls of the loss on
+        this rank, or the reason why there are none. `agree` gathers each rank's reason and returns
+        the first one. If any rank has a reason before the passes, that reason is returned at once.
+        Return "" if no rank finds a reason.
         """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
@@ -454,11 +456,11 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """Accept that a loss is a sum over rows, if that is the cause of a difference (`cause`).
+        """Set `are_sums` and return True if a difference shows that the loss is a sum over rows.
 
-        Return True if it is accepted; `are_sums` is then True. It isn't accepted if this guard
-        mustn't look for sums, or if a number in the loss may count rows, such as len() of a list.
-        Such a number would make a mean look like a sum.
+        `cause` is the likely cause of the difference. Return False if this guard mustn't look for
+        sums, or if a number in the loss may count rows, such as len() of a list. Such a number
+        would make a mean look like a sum.
         """
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False
@@ -467,7 +469,10 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums, but gradients are changed by a number that may count rows."""
+        """True if losses are sums over rows, but the program may divide gradients by a row count.
+
+        More precisely, it changes weights or gradients with a number that may count rows.
+        """
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:

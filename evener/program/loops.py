@@ -136,7 +136,7 @@ class Loop:
         return is_loader_iterator(self._batches)
 
     def leave(self) -> Any:
-        """Return the iterator that makes the batches, with the program's own sampler."""
+        """Give the loader its own batch sampler back, and return the iterator over its batches."""
         self.shared_batches.opens = False
         if self._loader.batch_sampler is self.shared_batches:
             vars(self._loader)["batch_sampler"] = self.shared_batches.given
@@ -332,7 +332,10 @@ class EpochBatches:
         return self._drawn
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method for the state of the program's own iterator, if it has one."""
+        """Return a method that reads or loads the state of the program's own iterator.
+
+        Raises AttributeError for other names, and if the iterator has no such method.
+        """
         if name not in _STATE_METHODS:
             raise AttributeError(name)
         method = getattr(self._begin(), name)
@@ -443,9 +446,10 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_place(sampler: Any) -> Any:
-    """Return the sampler that stores this process's rank, and the name of that attribute.
+    """Return the sampler that stores this process's rank, and the attribute's name.
 
-    The sampler is `sampler` or one nested in it. Return None if no sampler stores the rank.
+    The result is `sampler` itself or a sampler nested in it. Return None if none of them stores
+    the rank.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:

@@ -1,6 +1,7 @@
-"""Mark tensors, and find their marks.
+"""Mark tensors with the collective that their values come from, and find these marks.
 
-A mark is on a single tensor, or on a storage and so on all tensors that share it as views.
+A mark belongs to a single tensor or to a storage. The mark of a storage applies to all tensors
+that are views of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class TensorMarks:
-    """Marks of tensors, each with the place in the program that it comes from.
+    """Marks of tensors; a mark is the place in the program that a tensor's values come from.
 
     A place names a collective and its line, such as "all_reduce (train.py:12)".
     """
@@ -42,7 +43,10 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return a tensor's place; empty if neither the tensor nor its storage is marked."""
+        """Return the place in the mark of a tensor or, without one, of the tensor's storage.
+
+        Return "" if neither is marked.
+        """
         if tensor in self._made:
             return self.find_own(tensor)
         storage = find_storage(tensor)
@@ -50,7 +54,10 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the place of the tensor's own mark; empty if only its storage is marked."""
+        """Return the place in the mark of the tensor itself, or "" if it isn't marked.
+
+        A mark of the tensor's storage is ignored.
+        """
         return str(self._made.get(tensor, ""))
 
     def remove(self, tensor: torch.Tensor) -> None:

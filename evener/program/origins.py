@@ -80,17 +80,17 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return where the values were exchanged from which a function computed this tensor.
+        """Return the place of the exchange whose values a function used to compute this tensor.
 
-        The result is empty if the tensor wasn't computed from exchanged values. Values that were
-        only written into its storage are ignored.
+        Return "" if the tensor wasn't computed from exchanged values. Values that were only written
+        into the tensor's storage are ignored.
         """
         return self._marks.find_own(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> None:
         """If a function's arguments come from exchanged values, record that its results do, too.
 
-        `rows` knows which tensors are computed from the batch.
+        `rows` tells which tensors are computed from the batch.
         """
         place = self.find((arguments, keywords)) if self.seen else ""
         place = place or self.totals.follow(function, arguments, keywords, result, rows)

@@ -316,8 +316,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why the optimizer's step isn't in a loop that can train by shares.
 
-        The report isn't final, because a later loop may be able to. Raises RequestError if `evener
-        run` was started with `--strict`.
+        The report isn't final, because a later loop of the program may train by shares. Raises
+        RequestError if `evener run` was started with `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:

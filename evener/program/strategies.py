@@ -163,8 +163,8 @@ def _forget_metrics(strategy: Any) -> None:
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
-    A global batch has the rows that `loader`, by its DistributedSampler, gives to all ranks in a
-    step. Raises RequestError if their number has changed.
+    A global batch consists of the rows that the DistributedSampler of `loader` gives to all ranks
+    in one step. Raises RequestError if the number of these rows has changed.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(

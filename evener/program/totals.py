@@ -19,7 +19,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """What is known of this rank's rows in the current batch: a Guard."""
+    """Answers questions about this rank's rows in the current batch; a Guard does so."""
 
     rows: int
     has_asked_length: bool
@@ -104,9 +104,10 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Note that a function joins the gathered sums of all ranks, as torch.stack does.
+        """Mark the result of a function that joins all ranks' gathered sums, as torch.stack does.
 
-        `parts` are the sums' places; the first is returned for any other function.
+        `parts` are the places of the collectives that gathered the sums. Return "" for a function
+        that joins the sums, and the first place for any other function.
         """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
@@ -115,7 +116,10 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Note that a function sums or views gathered sums; return `place` for any other one."""
+        """Mark the result of a function that adds up gathered sums, or that makes a view of them.
+
+        Return "" for such a function, and `place` for any other function.
+        """
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
             return ""
@@ -133,8 +137,8 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 def _is_fixed(value: Any, rows: Rows) -> bool:
     """True if a value in arithmetic can't be a count of this rank's rows.
 
-    Such values are tensors, 0 and 1. The number of ranks is another one, unless it equals the
-    number of rows and the program has asked for the number of rows.
+    Such values are tensors, 0, 1 and the number of ranks. The number of ranks is an exception if it
+    equals this rank's number of rows and the program has asked for that number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
