@@ -176,7 +176,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if the first segment is level, so that all batch sizes in it take the same time."""
+        """True if the curve's first segment is level: all batch sizes in it take the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
@@ -205,9 +205,9 @@ class PassCurve(msgspec.Struct, frozen=True):
     def passes(self, share: float) -> int:
         """Return the number of passes in which a share of this size is computed.
 
-        It is 1 if the share fits in one pass. Otherwise it is the smallest number of passes
-        of up to `rows` rows, or one pass fewer if these larger passes fit in memory
-        (`fits`) and are faster in total.
+        The result is 1 if the share fits in one pass. Otherwise it is the smallest number of passes
+        that have at most `rows` rows each. One pass fewer is used if the passes, which are then
+        larger, still fit in memory (`fits`) and take less time in total.
         """
         if share <= self.pass_limit:
             return 1

@@ -267,7 +267,7 @@ def _samples_by(
 ) -> int:
     """Return how many samples the best k devices can finish within `seconds`.
 
-    Returns 0 if fewer than `active` devices can finish at least one quantum.
+    Returns 0 if fewer than `active` devices can finish at least one quantum within that time.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -340,11 +340,11 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the finish times, in increasing order, at which the best allocation may end.
+    """Return the finish times, in increasing order, that the best allocation may have.
 
-    They are for a batch size that may be chosen freely: the times at which a curve bends, a device
-    reaches its limit or a device finishes its first quantum. If there are more than 400 times
-    (fewer with more than 32 devices), an evenly spaced selection is returned.
+    If the batch size may be chosen freely, it is enough to try the times at which a curve bends, a
+    device reaches its limit or a device finishes its first quantum. If there are more than 400 of
+    them (fewer with more than 32 devices), an evenly spaced selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}

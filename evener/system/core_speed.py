@@ -44,8 +44,8 @@ class CoreSpeed:
     def take(self) -> float:
         """Return a low percentile of the loop's times since the last call; 0 without samples.
 
-        It can be compared with a low percentile of step times, because both belong to the moments
-        at which the core is fast.
+        The result can be compared with a low percentile of step times, because low percentiles of
+        both show how fast the core is at its fastest moments.
         """
         samples = sorted(self._samples)
         self._samples = []

@@ -23,7 +23,7 @@ class ThreadWrites:
     def count_bytes(self) -> int:
         """Return the total number of bytes that this thread has written with write().
 
-        Writes to files, pipes and sockets count. Return 0 if it is unknown.
+        Writes to files, pipes and sockets count. Return 0 if the number is unknown.
         """
         if self._descriptor < 0:
             return 0
