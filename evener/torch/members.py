@@ -64,10 +64,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that the module `parent` registers something that may belong to the model.
+        """Note that the module `parent`, which may be part of the model, registers something.
 
-        This may be a parameter (`parameters`), a buffer (`buffers`), or a module, which may have
-        both.
+        `parameters` and `buffers` say what it may have registered. Both are True if it has
+        registered a module.
         """
         if id(parent) not in self._modules:
             return

@@ -334,7 +334,7 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return the floating-point tensors whose values are all equal, each with that value.
+    """Return each floating-point tensor whose elements all have the same value, and that value.
 
     Tensors with a single value, and subclasses of Tensor, are left out. The host compares the
     values of small tensors and the first values of others, because a GPU needs 50 ms to load the

@@ -44,8 +44,9 @@ def _without_autocast() -> Iterator[None]:
 def _without_tf32() -> Iterator[None]:
     """Enter a context in which products aren't computed in TF32 or other reduced precision.
 
-    PyTorch has two ways to set the precision. It raises an error if the older setting is read after
-    the newer one (`fp32_precision`, since 2.9) was set to a different value.
+    PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
+    since 2.9). If the program has changed a newer setting, reading an older one that disagrees with
+    it raises an error.
     """
     backends = torch.backends
     places = [backends.cuda.matmul, backends.mkldnn.matmul]
@@ -76,7 +77,7 @@ def _without_tf32() -> Iterator[None]:
 def _read(setting: Callable[[], Any]) -> Any:
     """Return the result of `setting`, a function that reads one of the older precision settings.
 
-    Return None if the program has set the newer one, because PyTorch then raises an error.
+    Return None if PyTorch raises an error because the program has changed a newer setting.
     """
     try:
         return setting()

@@ -183,8 +183,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Call a random operation so that every row gets the same values, determined by `seed`.
 
-    Return the result, and whether it is random. Two results aren't random: dropout keeps all
-    values, and a permutation moves each entry by one place.
+    Return the operation's result, and whether it is random. The results of two operations aren't
+    random: dropout keeps all values, and a permutation moves each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:

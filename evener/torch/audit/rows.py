@@ -279,7 +279,7 @@ def summarize_row(dataset: Any, collate: Any, number: int) -> tuple[float, ...]:
 
 
 def _sum_row(collate: Any, dataset: Any, number: int) -> tuple[float, ...]:
-    """Return the sum of each tensor of a row, and the sum weighted by the elements' places."""
+    """Return two sums over each tensor of a row, the second weighted by the elements' positions."""
     seed_all(SEED)
     found: list[float] = []
     for each in tensors_in(unfold(collate([dataset[number]]))):

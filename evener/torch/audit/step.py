@@ -92,8 +92,9 @@ class Audited(msgspec.Struct, frozen=True):
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
     """Compute the gradients of the reference and of the training run, and compare them.
 
-    If gradients can't be computed, only the losses are compared. Reentrant checkpoints, for
-    example, don't support torch.autograd.grad. `moves` is passed to `GradientSketcher.open`.
+    If gradients can't be computed, only the losses are compared. For example, gradients can't be
+    computed with reentrant checkpoints, which don't support torch.autograd.grad. `moves` is passed
+    to `GradientSketcher.open`.
     """
     try:
         found = _agree_quickly(sketcher, computations, moves) or _audit(

@@ -185,7 +185,7 @@ class _CpuTimes:
         self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times since the batch arrived; called when its gradients are ready."""
+        """Measure the CPU times since the batch arrived; called when the gradients are ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
@@ -644,7 +644,7 @@ class StepTimer:
             self._count_written()
 
     def _note_validated(self) -> None:
-        """Add the time of a validation, which has ended, to the untimed batches."""
+        """Add the duration of a validation that has ended to the times of the untimed batches."""
         begun, ended = self._validated
         whole_s = time.perf_counter() - begun
         known_s = ended - begun if ended else whole_s
@@ -854,11 +854,11 @@ def _add_spans(
 
 
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
-    """Move the last batch of a validation from the time between steps to the validation.
+    """Move the time of a validation's last batch to the phase VALIDATION.
 
-    `spans` are the durations of phases, in which a validation of several `batches` ends when its
-    last batch begins, and `rest_s` is the time from there on. The last batch is assumed to take as
-    long as the others.
+    `spans` are the durations of phases. If a validation has several batches, VALIDATION ends when
+    the last batch begins, and the time from then on, `rest_s`, counts as time between steps. The
+    last of the `batches` batches is assumed to take as long as each of the others.
     """
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
     if moved_s > 0 and BETWEEN in spans:
@@ -867,9 +867,10 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the seconds of a validation's last batch if its other batches take `others_s`.
+    """Return the estimated seconds of a validation's last batch.
 
-    It is assumed to take as long as each of the others. Return 0 if it is the only one.
+    The last batch is assumed to take as long as each of the others, which take `others_s` in total.
+    Return 0 if the validation has only one batch.
     """
     return others_s / (batches - 1) if batches > 1 else 0.0
 
