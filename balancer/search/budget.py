@@ -272,10 +272,10 @@ class Budget:
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return the seconds of warm-up that a layout's next probe needs to show its noise.
+        """Return how many seconds a layout's next probe must warm up before it can show its noise.
 
-        If all of the layout's probes so far timed a single step, they had no warm-up, so the next
-        one still needs it. Otherwise, or if the layout was never measured, return 0.
+        If all of the layout's probes so far timed a single step, none of them warmed up, so the
+        next one still has to. Otherwise, or if the layout was never measured, return 0.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):

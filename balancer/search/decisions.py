@@ -50,7 +50,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return the purpose of a round of devices alone, as the end of a sentence."""
+    """Return the purpose of a round of solo probes, as the end of a sentence."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -60,7 +60,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a message about a real step over several devices and its purpose.
+    """Return a message that says which split a probe measures, and why that one.
 
     `split_before` is True if a split was already measured.
     """
@@ -72,9 +72,9 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_no_device(model: MachineModel) -> End:
-    """Return the end of a search in which no device can be used.
+    """Return the reason why a search has ended: none of the devices can be used.
 
-    Its message says for each device why it was lost, or at which batch it ran out of memory.
+    The message says for each device why it was lost, or at which batch it ran out of memory.
     """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
@@ -118,6 +118,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Return the end of a search whose longest row doesn't fit on any device."""
+    """Return the reason why a search has ended: the longest row doesn't fit on any device."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

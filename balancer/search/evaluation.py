@@ -127,8 +127,8 @@ class Evaluation:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return exploration's next probes after the race, with a budget of `seconds`.
 
-        None stands for an unlimited budget, with which the result shows whether a search would go
-        on if it had more time.
+        If `seconds` is None, the budget is unlimited. The result then shows whether the search
+        would go on if it had more time.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
@@ -329,9 +329,9 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race (`raced`), and measured layouts of requested families that
-        aren't in the race. The shares of the latter must clearly differ from the shares of all
-        layouts of the race.
+        They are the layouts of the race (`raced`), and other layouts of the requested families that
+        were measured. The shares of these other layouts must clearly differ from those of every
+        layout in the race.
         """
         fit = [
             one
@@ -344,9 +344,9 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The result over all turns of every layout that ran as one training and may run again.
+        """The result, over all turns, of each layout that ran as one training and may run again.
 
-        If no layout may run again, all layouts that ran are included.
+        If none of these layouts may run again, the results of all of them are included.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -516,8 +516,8 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer an exchange of all devices takes over several hosts than on one.
 
-        The result has the difference in seconds for each number of hosts, which is the index. It is
-        empty if there is only one host.
+        The item at index h is the difference in seconds for h hosts. Return an empty tuple if there
+        is only one host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:

@@ -260,8 +260,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        It has the fastest passes if they are safe like that, and otherwise smaller ones. Return
-        None if there is no such layout.
+        The passes are the fastest ones if those are safe, and smaller ones otherwise. Return None
+        if no passes are safe.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

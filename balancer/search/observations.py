@@ -53,7 +53,7 @@ class Observations:
 
         Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
         over Failed. Each failure counts as one more attempt. An observation is ignored if its
-        layout is for another number of devices or uses none.
+        layout is for another number of devices or doesn't use any device.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -214,9 +214,9 @@ class Observations:
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def first_failure(self, layout: Layout) -> Observation | None:
-        """Return the layout's first observation since the race began that isn't timed.
+        """Return the layout's first failure since the race began; None if there is none.
 
-        Return None if there is none.
+        A failure is any observation without a measured time, such as running out of memory.
         """
         own = (
             one

@@ -100,7 +100,7 @@ class Packing:
     def _rates(self) -> dict[int, float]:
         """The combined samples/s by number of trainings.
 
-        If packs of a number failed, and no smaller batch is worth trying, the value is 0.
+        The value is 0 if all packs with that number failed, and no smaller batch is worth trying.
         """
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():

@@ -92,9 +92,9 @@ class Predictions:
         return False
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
-        """Return the fastest split over some or all of these devices, each of which has one pass.
+        """Return the fastest split over some or all of these devices, with one pass on each.
 
-        Return None if none fits.
+        Return None if no such split fits.
         """
         return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]

@@ -228,8 +228,8 @@ class Race:
     ) -> list[Candidate]:
         """Return the rivals that take part in a turn.
 
-        In the first turn of the knobs stage, all rivals take part. In later turns, only rivals take
-        part that may still turn out to be the best. From turn `MOST_TURNS` on, none takes part.
+        In the first turn of the knobs stage, all rivals take part. In later turns, a rival only
+        takes part if it may still turn out to be the best. From turn `MOST_TURNS` on, none does.
         """
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:

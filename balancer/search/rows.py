@@ -59,7 +59,7 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the time of the slowest device for its share if each device ran alone, in seconds.
+        """Return how long the slowest device would take for its share alone, in seconds.
 
         A step of the layout takes longer than that because its devices work together. Return None
         if none of the devices ran alone.
@@ -195,7 +195,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield the sets of devices, as positions, of which the most efficient ones are chosen.
+        """Yield sets of devices, as positions, for the caller to choose the most efficient ones.
 
         A set has at least two devices, but not all. `costs` are the (active, idle) costs of each
         device.

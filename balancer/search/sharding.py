@@ -313,9 +313,10 @@ class Sharding:
     def _may_win(self, wanted: Proposal) -> bool:
         """True if the proposal should be faster than every sharded training that ran.
 
-        How long the proposal gathers units isn't known, so the shortest time of the trainings that
-        ran is assumed. Before any training ran, the proposal is compared with a training in which
-        all devices have rows; both times are then predicted without gathering.
+        How long the devices would take to gather units isn't known. It is assumed to be the
+        shortest such time of the trainings that ran. Before any training ran, the proposal is
+        compared with a training in which all devices have rows; both times are then predicted
+        without gathering.
         """
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
@@ -329,9 +330,9 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with rows on all devices should be far slower than one that ran.
+        """True if a layout whose devices all have rows should be far slower than a measured one.
 
-        It is compared with the measured trainings in which some devices hold state but have no
+        It is compared only with measured trainings in which some devices hold state but have no
         rows.
         """
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
@@ -341,7 +342,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, one: Timed) -> float:
-        """Return the seconds that a whole step took beyond its prediction without gathering."""
+        """Return how many seconds longer a whole step took than predicted without gathering."""
         layout = one.probe.layout
         return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -351,8 +352,8 @@ class Sharding:
     def policy(self) -> RowPolicy:
         """The policy that chooses each device's rows, as in a training without shards.
 
-        A device then has only the memory that its part of the state leaves free. All observations
-        are converted to observations of such a training.
+        For this policy, all observations are converted to observations of a training without
+        shards. A device's memory in it is only what its part of the state leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [
@@ -375,7 +376,7 @@ class Sharding:
     def _without_shards(self, one: Observation) -> Observation:
         """Return the observation as it would be in a training without shards.
 
-        Its bytes don't include the device's part of the state.
+        Its memory use doesn't include the device's part of the state.
         """
         layout = one.probe.layout
         probe = msgspec.structs.replace(
@@ -591,9 +592,10 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return the rows that each device computes in `seconds`, at least one quantum.
+        """Return how many rows each device computes in `seconds`.
 
-        They are at most as many as fit, and 0 for devices without rows.
+        A device that computes has at least one quantum, and otherwise at most the rows that fit. A
+        device that only holds state has 0.
         """
         found = [0.0] * len(self._row_demands)
         for i in self._computing:

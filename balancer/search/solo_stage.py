@@ -150,7 +150,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with the batches of the optimistic layout that show something new.
+        """Return a round that measures batches of the optimistic layout, if they show something new.
 
         If the expected gain isn't worth the round's time, return a cheap round instead. Return an
         empty tuple if there is nothing to measure.
@@ -201,7 +201,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that is cheap enough to run without an expected gain; empty without one.
+        """Return a round so cheap that it is run without an expected gain; empty if there is none.
 
         It measures the even share of a fixed batch if that is larger than all batches that ran.
         Otherwise it measures the middle of a gap between two batches, in case the samples/s have a
@@ -251,7 +251,7 @@ class SoloStage:
 
     @cached_property
     def _devices_of_split(self) -> Sequence[DeviceModel]:
-        """The devices of the optimistic layout, or all live devices if it has only one."""
+        """The devices of the optimistic layout or, if that uses only one, all live devices."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -403,7 +403,7 @@ class SoloStage:
     def _small_batch(self, one: DeviceModel) -> int:
         """Return the device's first small batch or, if that ran, the second one.
 
-        If it ran out of memory, return a smaller batch.
+        If the device ran out of memory at that batch, return a smaller batch.
         """
         memory = one.memory
         quantum = self._quantum

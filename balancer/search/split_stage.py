@@ -97,10 +97,11 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the first plan's layout and step duration, with safer passes if necessary.
+        """Return the layout and the step duration of the search's first split or single device.
 
-        They are necessary if a device of the layout ran out of memory before and there is no time
-        for a second attempt. Safer passes have sizes that ran before or certainly fit.
+        The passes are replaced by safer ones if a device of the layout ran out of memory before and
+        there is no time for a second attempt. Safer passes have sizes that ran before or certainly
+        fit.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)

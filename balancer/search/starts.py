@@ -104,8 +104,9 @@ class StartTimes:
     def _pack_seconds(self, processes: int) -> float | None:
         """Return the seconds to start `processes` trainings; None before any pack started.
 
-        They are extrapolated from the largest pack's start: in proportion to the number of
-        trainings, or with a smaller slope if a second size shows that cores are free.
+        They are extrapolated from the start of the largest pack, in proportion to the number of
+        trainings. If packs of two sizes show that each further training takes less time than that,
+        the smaller slope is used.
         """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:

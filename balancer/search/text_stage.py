@@ -131,8 +131,8 @@ class TextStage:
         """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
 
         It isn't if a measured pass already took so much longer than the shortest pass that the cost
-        of tokens is known, or if the larger pass would take too long. It must also be possible that
-        it fits, and that a training uses it.
+        of tokens is known, or if the larger pass would take too long. The larger pass must also be
+        one that may fit and that a training may use.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

@@ -103,9 +103,10 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """False if the first step at a new size takes longer than a probe's other steps together.
+        """True unless a first step at a new size takes longer than all other steps of its probe.
 
-        A probe of a single step then takes about as long as a probe that also shows its noise.
+        If it does, a probe of a single step takes about as long as a probe that also shows its
+        noise.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 

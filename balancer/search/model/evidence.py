@@ -168,9 +168,9 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
     """True if the device at `position` ran out of memory in this observation.
 
-    An observation may not name the device. It was then probably the device with the largest share,
-    relative to the largest batch that each device ran alone. An observation doesn't count if other
-    processes held memory at that time that is free again now.
+    If the observation doesn't name a device, it was probably the device with the largest share,
+    relative to the largest batch that each device ran alone. The observation doesn't count if other
+    processes held memory during the probe and have released it since.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -240,9 +240,10 @@ def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
     """Return the measurements in which the device was throttled, if it is still throttled.
 
-    It is assumed to be still throttled if its last check was throttled or, before any check, all of
-    its splits and turns of the race were. Otherwise the list is empty. It is also empty for a
-    single measurement, in which throttling is assumed to be brief.
+    If the device has been checked, it is assumed to be still throttled if its last check was.
+    Otherwise, all of its splits and turns of the race must have been throttled. Return an empty
+    list if it isn't throttled any more. Also return an empty list for a single measurement, because
+    its throttling is assumed to be brief.
     """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -315,9 +316,9 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the evidence with drift between probes added to the relative errors of its points.
 
     A device's speed drifts from probe to probe, for example because of heat. The noise within a
-    probe doesn't show that. The drift is the median of the differences from `_list_drifts`. One
-    value of 0 is added to them, so that a single pair of points isn't taken for drift: one
-    disturbance may have changed it.
+    probe doesn't show that. The drift is the median of the differences from `_list_drifts` and an
+    additional 0. Without this 0, a single pair of points, which one disturbance may have changed,
+    would be taken for drift.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -392,8 +393,9 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
     """Return the positions of `order` in groups of equivalent positions.
 
-    Positions are added in their order. Each joins the latest group for whose first member `same`
-    is true, or forms a new group if there is none. The positions of a group are sorted.
+    Positions are added in their order. Each joins the latest group whose first member is equivalent
+    to it, according to `same`. If there is no such group, it forms a new one. The positions of a
+    group are sorted.
     """
     groups: list[list[int]] = []
     for position in order:

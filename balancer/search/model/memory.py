@@ -76,9 +76,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def predict_largest(self) -> int | None:
         """Return the largest batch that fits according to the memory line.
 
-        If the last slope was steeper than the one before it, it is assumed to become steeper by as
-        much again, and only 80 % of the free memory is used. Return None if the line or the limit
-        is unknown, or if memory use doesn't grow with the batch.
+        The memory per sample may have increased from one pair of points to the next. Then it is
+        assumed to increase by as much again, and only 80 % of the free memory is used. Return None
+        if the line or the limit is unknown, or if memory use doesn't grow with the batch.
         """
         line = self.line
         if line is None or self.limit_bytes is None:

@@ -110,9 +110,9 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
     """Return the slope with which time may continue in the gap before the point `right`.
 
-    `right` is an index. The result is the slope of the gap before. For the first gap, it is the
-    gap's own slope `own`. If the second gap is clearly steeper, however, time may have been level
-    in most of the first, and the result is 0.
+    `right` is an index. The result is the slope of the previous gap. The first gap has no previous
+    one, so the result is `own`, the gap's own slope. But if the second gap is clearly steeper, time
+    may have been level in most of the first gap, and the result is 0.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
