@@ -187,7 +187,7 @@ class Session(EventThread):
     def _always_fails(self, seen: Observation) -> bool:
         """True if the workload's own code raised an exception before any measurement succeeded.
 
-        It would fail on every device, so the session ends.
+        Such code would fail on every device, so the session ends.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)

@@ -269,7 +269,8 @@ def _list_solos(state: SessionState) -> list[Timed]:
 def _is_other(seen: Timed, best: Result | None) -> bool:
     """True if a measurement's layout can be a rival of the best layout.
 
-    It can't if it is the best layout, or if both are the same single device at different batches.
+    The best layout itself can't, and if it is a single device, the same device with another batch
+    can't either.
     """
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
@@ -325,10 +326,10 @@ def plan_rivals(
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the measurement of the single device to compare the plan with; None if there is none.
 
-    It is the single device of the race, or another one that was faster at the same batch. A device
-    that was even faster than the plan isn't used: it was measured at a time when the machine was
-    faster. The plan's own device is never used if the plan has only one. If the race has no such
-    device, it is the fastest of the other devices.
+    It is the single device of the race, unless another device alone was faster at the same batch.
+    Such a device isn't used if it was even faster than the plan: it was measured at a time when the
+    machine was faster. If no single device was in the race, the fastest device alone is returned. A
+    plan of one device is never compared with that device.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)

@@ -372,7 +372,8 @@ def _measure_first_batches(
     """Return the measurements of a search's first batches on one device.
 
     The list is shorter, or empty, if `stop` is set meanwhile. Raises NoLayoutError if no step ended
-    within the budget or no batch fits; that error names the `largest` model that would.
+    within the budget, or if no batch fits. In the second case, the error names the `largest` model
+    that would fit.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}

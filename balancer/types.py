@@ -156,8 +156,8 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
     `shares` and `micro` have one entry per device. Samples are computed in passes of at most
     `micro` rows, or in one pass if `micro` is empty. In the layout, `micro` is reduced to the rows
-    of the largest pass, and is empty if every share is one pass, so that all values that give the
-    same passes give equal layouts.
+    of the largest pass, and is empty if every share is one pass. Layouts with the same passes are
+    therefore equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -394,7 +394,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe from a journal up to version 0.1 with today's stage.
+    """Return a probe with today's stage, for a probe from a journal up to version 0.1.
 
     The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
@@ -406,7 +406,7 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Return an observation from a journal up to version 0.1 with today's stage."""
+    """Return an observation with today's stage, for one from a journal up to version 0.1."""
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 

@@ -208,8 +208,8 @@ def _compare_quick(
 ) -> tuple[list[_Mean], float]:
     """Return each training's time per sample in quick steps at full core speed, in seconds.
 
-    The second result is the half-width of the 95 % interval of their ratio, relative to it.
-    `windows` are the windows of the trainings.
+    The second result is the half-width of the 95 % interval of the two times' ratio, as a fraction
+    of that ratio. `windows` are the windows of the trainings.
     """
     starts = [each.start for each in trainings]
     quick = [
@@ -245,7 +245,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return by which factor other programs slowed a training.
+    """Return the factor by which other programs slowed a training.
 
     It is the mean compute time (own work) of a step divided by that of a quick step, and
     at least 1.

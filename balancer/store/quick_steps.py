@@ -41,7 +41,7 @@ MEDIAN_ERROR = 1.253  # standard error of a median, relative to that of a mean
 
 
 class QuickWindow(NamedTuple):
-    """The quick steps of one window of a training, and the fixed loop's time, 0 if unknown."""
+    """The time per sample of one window's quick steps, and the fixed loop's time (0 if unknown)."""
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed loop
@@ -79,7 +79,7 @@ def compare_quick_steps(
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[list[float]]:
     """Return how much slower each window's core was than at full speed, as a logarithm.
 
-    It is 0 at full speed, and for all windows if the loop's time is unknown in some.
+    The value is 0 at full speed. If the loop's time is unknown in any window, all values are 0.
     """
     if not all(window.core_s > 0 for windows in trainings for window in windows):
         return [[0.0] * len(windows) for windows in trainings]
