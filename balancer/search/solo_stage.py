@@ -150,7 +150,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round that measures batches of the optimistic layout, if they show something new.
+        """Return a round with batches of the optimistic layout, if they show something new.
 
         If the expected gain isn't worth the round's time, return a cheap round instead. Return an
         empty tuple if there is nothing to measure.
