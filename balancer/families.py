@@ -443,5 +443,5 @@ def find_families(names: Iterable[str]) -> tuple[Family, ...]:
 
 
 def family_of(layout: Layout) -> Family:
-    """Return the family to which layouts of this layout's kind belong."""
+    """Return the family that this layout belongs to, according to its kind."""
     return FAMILIES[layout.kind]

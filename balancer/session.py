@@ -243,7 +243,7 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Write new facts that children have reported to the journal, and pass them to the search.
+        """Write the facts that child processes reported to the journal, and tell the search.
 
         `at` is the time on the session's clock. Raises RequestError if the objective counts tokens
         but rows have no lengths.

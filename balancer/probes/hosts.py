@@ -330,8 +330,8 @@ class RemoteHost:
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
         """Call a method of the host's `HostService` by its name, and return the result.
 
-        `how` are the options of `RemoteObject.ask`, such as a timeout. If the actor has exited, the
-        host is restarted in a new actor and called again.
+        `how` are the options of `RemoteObject.ask`, such as a timeout. If evener's actor on the
+        host has exited, start a new actor there and repeat the call.
         """
         if self._lost is not None:
             raise self._lost

@@ -342,11 +342,12 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return a rank's parts of a block, with the time that its device lost to lower clocks added.
+    """Return a copy of `part` with the time that the rank's device lost to reduced clocks.
 
-    `before` and `now` are the device's vitals before and after the block, which took
-    `wall_seconds`. A device whose clock is limited to 80 % of its highest value, for example, loses
-    20 % of the time for which heat or power limits it.
+    `part` is the breakdown of the rank's time in a block of steps, which took `wall_seconds`.
+    `before` and `now` are the device's vitals before and after the block. A device whose clock is
+    limited to 80 % of its highest value, for example, loses 20 % of the time for which heat or
+    power limits it.
     """
     if now is None or now.clock_fraction is None:
         return part

@@ -178,7 +178,8 @@ def _measure_by(
 ) -> Iterator[LinkMeasurement]:
     """Measure each set of devices over one transport, with the same processes.
 
-    `sets` has the positions of each set. After a failure, each remaining set gets new processes.
+    Each of `sets` lists the indices in `devices` of its members. After a failure, each remaining
+    set gets new processes.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))

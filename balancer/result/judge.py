@@ -593,10 +593,10 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """Return the value that the chosen layout reaches in an objective other than speed.
+    """Return the objective's value for the chosen layout, if the objective isn't speed.
 
-    Such an objective trades speed for its value, as energy does. Return None for an objective that
-    chooses by speed, or if the value is unknown.
+    With such an objective, for example samples per joule, a slower layout may be chosen because its
+    value is higher. Return None if the objective is speed, or if the value is unknown.
     """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 

@@ -116,7 +116,7 @@ class Evaluation:
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next probes of devices alone, or else of a split.
+        """Return the next solo probes or, if no more of them are worth it, the probe of a split.
 
         Return an empty tuple if no measurement is worth its time, or if none fits the budget.
         """
@@ -180,10 +180,10 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search is over that wouldn't go on even with a larger budget.
+        """Return why the search has ended, for a search that a larger budget wouldn't continue.
 
-        `tied` is True if the two fastest layouts differ by so little that more turns couldn't tell
-        which is faster.
+        `tied` is True if the two fastest layouts differ by so little that measuring them again
+        couldn't tell which is faster.
         """
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -194,9 +194,10 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return the end of a search that has nothing left to measure.
+        """Return why the search has ended, for a search that has nothing left to measure.
 
-        It includes a doubt about the plan, if there is one.
+        The `End` says that the plan is settled. If there is reason to doubt the plan, it says
+        instead that the plan is unsure, and why.
         """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)

@@ -49,8 +49,8 @@ class FamilyView:
     def even_splits(self) -> Sequence[Layout]:
         """The even splits over all live devices and, if the options ask for scaling, over fewer.
 
-        Empty if splits were requested and exploration hasn't measured any yet, because a free batch
-        is derived from the best split.
+        Empty if splits were requested and exploration hasn't measured any yet: if the user didn't
+        fix the global batch, it is taken from the best split, so it isn't known until then.
         """
         if self.options.with_splits and not self._policy.machine.splits:
             return []

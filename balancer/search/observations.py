@@ -356,7 +356,10 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True for a split by number of rows without knobs in which devices hold the whole model."""
+    """True if a layout is a split by number of rows, sets no knobs, and isn't sharded.
+
+    Every device then holds the whole model.
+    """
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs

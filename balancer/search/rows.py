@@ -279,11 +279,12 @@ class RowPolicy:
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
         """Yield the splits with the smallest batches that should lie within the tolerance.
 
-        The first is predicted to use up the whole tolerance, the second half of it (`PARTS`). The
-        second is yielded only if the first was measured and is too slow. Instead of a predicted
-        split, a measured one is yielded if it is fast enough and its batch is no larger. Its batch
-        may be larger only if a check has confirmed that it is fast enough: of many batches near the
-        edge of the tolerance, one would seem fast enough by chance.
+        The first split is predicted to be slower than the fastest layout by the whole tolerance,
+        the second by half of the tolerance (`PARTS`). The second is yielded only if the first was
+        measured and is too slow. Instead of a predicted split, a measured split is yielded if it is
+        fast enough and its batch is no larger. A measured split with a larger batch is yielded only
+        if a check has confirmed its speed: of many batches near the edge of the tolerance, one
+        would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -338,8 +339,9 @@ class RowPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split over all live devices, if one fits.
 
-        `splits` are the splits worth racing; a free batch is derived from the first. With
-        `scaling`, also return even splits over 2, 4, ... of the fastest devices.
+        `splits` are the splits worth racing. If the user didn't fix the global batch, it is derived
+        from the first of them. With `scaling`, also return even splits over 2, 4, ... of the
+        fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -374,9 +376,12 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the batch of an even split over the devices at `positions`, if the batch is free.
+        """Choose the batch of an even split over the devices at `positions`.
 
-        Return 0 if no device ran alone and there are no `splits`.
+        This is for a request that doesn't fix the global batch. The batch has as many rows per
+        device as the first of `splits`. Without splits, it has as many per device as the smallest
+        of the devices' best batches alone, but at most the largest global batch that the user
+        allows. Return 0 if there are no splits and none of the devices ran alone.
         """
         count = len(positions)
         if splits:

@@ -253,7 +253,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _measured_alone(self, position: int) -> list[Timed]:
-        """Return the measurements of a device alone, in the order of their turns."""
+        """Return the measurements of a device alone, in the order in which they were taken."""
         found = []
         for one in self._seen:
             layout = one.probe.layout

@@ -278,10 +278,11 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest if every device were as fast as its points allow.
+        """The layout that would be fastest under the most optimistic view of every device.
 
-        Its batches may be so large that it takes several rounds to reach them. It is None if no
-        layout fits.
+        Each device is assumed to be as fast as its measurements so far could possibly allow. The
+        layout's batches may be much larger than all measured ones, so that several more rounds of
+        probes are needed before they can be measured. None if no layout fits.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 

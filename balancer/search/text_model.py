@@ -38,7 +38,9 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """The coefficients of the duration of a device's step, over rows of unequal length.
+    """The coefficients of a model that predicts how long a device's step takes.
+
+    The rows may have unequal lengths.
 
     `step_s` is the time in seconds per step that isn't part of a pass, such as the optimizer's.
     `cost` gives the duration of each pass.

@@ -114,12 +114,14 @@ def _fit_slope(
 
 
 def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
-    """Return a training's quick step at full speed: the weighted median of its windows.
+    """Return the duration of a training's quick step on CPU cores at full speed.
 
-    `times` are the logarithms of the windows' step times. `slowed` are the logarithms of how much
-    slower than at full speed the windows' cores were, and `slope` times `slowed` is subtracted from
-    `times`. Other programs only make windows slower, so the spread is taken from the windows below
-    the median, and slow windows count as at most two standard deviations above it.
+    A quick step is one as short as the shortest 5 % of a window of steps. `times` has the logarithm
+    of each window's quick step. `slowed` has, per window, the logarithm of how much slower its CPU
+    core was than at full speed. `times` are corrected by subtracting `slope * slowed`, and the
+    result is their weighted median. Other programs only make windows slower. Therefore the spread
+    is taken from the windows below the median, and slow windows count as at most two standard
+    deviations above it.
     """
     spread = SLOPE_SPREAD * slope
     values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]

@@ -418,7 +418,10 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search and, if it failed, why; otherwise ""."""
+    """Return the state of a search and why it failed.
+
+    The reason is "" if the search didn't fail.
+    """
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
