@@ -190,10 +190,11 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 
 
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
-    """Import the user's module, and return its function, which isn't called yet.
+    """Import the user's module and return its function, without calling the function.
 
-    If the function has a parameter `model` without a default, the module's function `load_model`
-    makes that argument, if there is such a function. It is called with those settings that are its
+    `name` is the module and the function, separated by a colon. If the function requires an
+    argument `model` that the settings don't have, and the module defines `load_model`, then
+    `load_model` is called to make that argument. It gets those settings that are among its own
     parameters. Raises RequestError if the function is missing or doesn't accept the settings.
     Exceptions from the user's code propagate.
     """

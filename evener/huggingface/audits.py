@@ -168,9 +168,9 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation of the program's own launcher: the mean of equal parts' losses.
+        """Return the computation that the program's own launcher would do on the rows of `few`.
 
-        `few` has the rows divided into these parts.
+        It splits the rows into equal parts, one for each process, and averages the parts' losses.
         """
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:

@@ -319,10 +319,12 @@ class Measured(NamedTuple):
     def _fit_losses(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds that fit the losses of `batch`, which is (x, y, outputs, weight).
+        """Return the kinds of the model's loss that are possible, judging by its values on `batch`.
 
-        `calls` are the model's calls on all rows and on each part. Return None if the loss can't
-        be computed or isn't finite.
+        A kind, such as a mean over rows or a sum, is possible if it gives the loss of all rows when
+        applied to the losses of their parts. `batch` is (x, y, outputs, weight), and `calls` are
+        the model's calls on all rows and on each part. `training` is True to compute the loss as in
+        training. Return None if the loss can't be computed or isn't finite.
         """
         values: list[float] = []
         counts: list[dict[str, float]] = []

@@ -286,7 +286,10 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the share's part of a sharded state is above 0, or 0 and the share has no rows."""
+    """True if the share holds a part of the sharded state.
+
+    Also true if it holds none, provided that the share has no rows.
+    """
     if not share.state:
         return not share.batch
     return math.isfinite(share.state) and share.state > 0

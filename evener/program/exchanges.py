@@ -139,8 +139,9 @@ class Exchanges:
         """Call the collective `wrapped`, and return its result.
 
         If `guard` is given and `checks` is True, check whether the exchanged values prevent uneven
-        shares, and set `fault` if so. If shares are uneven (`is_uneven`), a gather returns each
-        rank's actual number of rows. Collectives that a known library calls aren't inspected.
+        shares, and set `fault` if so. If shares are uneven (`is_uneven`), ranks may contribute
+        tensors with different numbers of rows to a gather, and each tensor is returned with its own
+        rows. Collectives that a known library calls aren't inspected.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
@@ -168,7 +169,10 @@ class Exchanges:
         return result
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Call the collective; with uneven shares, a gather returns each rank's actual rows."""
+        """Call the collective.
+
+        If shares are uneven, a gather may then combine tensors with different numbers of rows.
+        """
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
@@ -364,7 +368,7 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run the call; if ranks have different numbers of rows, gather each rank's actual rows.
+    """Run the call, which may gather tensors with different numbers of rows from the ranks.
 
     Return what the collective returns. Raises RequestError on every rank if the tensors differ in
     other dimensions, or if the collective or its output can't hold different numbers of rows.

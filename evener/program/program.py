@@ -187,7 +187,11 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why a step isn't in a loop that evener follows, although its model is wrapped."""
+        """Return why an optimizer's step isn't in a loop whose batches evener can divide.
+
+        The reason applies to a step of a wrapped model. It says what prevents this in the loop's
+        loader.
+        """
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
         return views.BEGUN_EARLY if self._has_begun_early else views.NO_LOADER
@@ -207,7 +211,11 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step, and check what its step depends on."""
+        """Record that an optimizer is about to step.
+
+        Until the program trains by shares, also check whether the step depends on values that ranks
+        exchanged, because shares then have to stay even.
+        """
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:

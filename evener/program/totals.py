@@ -56,7 +56,11 @@ class Totals:
         kind.mark_storage(tensor, place)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the place of the collective from which a sum over all rows comes, or ""."""
+        """Return the collective that computed a tensor which is a sum over all ranks' rows.
+
+        The collective is given by its name and line, such as "all_reduce (train.py:12)". Return ""
+        if the tensor isn't such a sum.
+        """
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:

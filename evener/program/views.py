@@ -169,11 +169,11 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
-    """Return why an optimizer steps outside of all loops that evener can divide by shares.
+    """Return why an optimizer steps outside of all loops whose batches evener can divide.
 
-    `models` are the wrapped models; if there are none, that is the reason. If the optimizer trains
-    one of them, the reason is `of_loader`, which is about the loop's loader. If it trains none of
-    them, the result is empty.
+    `models` are the wrapped models. If no model is wrapped, the reason says so. If the optimizer
+    trains a wrapped model, the cause is the loop's loader, and the caller's text `of_loader` is
+    returned. Return "" if the optimizer trains none of `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

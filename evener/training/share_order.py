@@ -1,6 +1,7 @@
 """Assign a plan's shares to processes by host and device instead of by rank.
 
-Without a plan, ratios divide the global batch in rank order. This module has no side effects.
+Without a plan, the global batch is divided by the ratios that the user gave, in rank order. This
+module has no side effects.
 """
 
 from __future__ import annotations

@@ -389,9 +389,10 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has a batch size, its samples/s, and their worth in learning. A sample in a large batch
-    teaches the model less, so the worth is the samples/s in small batches that would train the
-    model equally fast. The table has no rows if the noise scale is unknown.
+    Each row has a batch size, its samples/s, and its effective samples/s, which the table calls
+    worth in learning. The model learns less from a sample in a large batch than from one in a small
+    batch. The effective samples/s are the samples/s with which small batches would train the model
+    equally fast. The table has no rows if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()

@@ -160,7 +160,10 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of a field; samples without a current value are skipped."""
+    """Return the value of `field` in each device's sample.
+
+    Samples in which the value is missing or too old are skipped.
+    """
     return _current([getattr(sample, field) for sample in samples])
 
 

@@ -429,7 +429,7 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_search_text(row: ProcessRow) -> str:
-    """Return the text of a process that the filter searches for the user's words."""
+    """Return the process's text that the filter matches against the user's words."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 

@@ -24,11 +24,11 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Return each rank's rows per step over time, and below them the number of each change.
+    """Draw each rank's number of rows per step over time, as a bar.
 
-    The time axis begins shortly before the first change and ends now, at `at_seconds`. Return an
-    empty tuple if the shares haven't changed, if the changes don't match the ranks, or if there is
-    no room.
+    A line below the bars numbers the changes of shares 1, 2, ..., each where it happened. The time
+    axis begins shortly before the first change and ends now, at `at_seconds`. Return an empty tuple
+    if the shares haven't changed, if the changes don't match the ranks, or if there is no room.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]

@@ -105,9 +105,10 @@ def nearest_span(seconds: float) -> float:
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return the number of ticks per column of dots that shows `span_seconds` in `width` cells.
+    """Return how many ticks each column of dots must cover for `width` cells to show a time span.
 
-    `interval_seconds` is the time between two ticks.
+    The span lasts `span_seconds`, and `interval_seconds` is the time between two ticks. A cell has
+    two columns of dots.
     """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 

@@ -185,7 +185,7 @@ class SortedPanel(ListPanel[RowT]):
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def search_text_of(self, row: RowT) -> str:
-        """Return the text of a row that the filter searches for the user's words."""
+        """Return the row's text that the filter matches against the user's words."""
         raise NotImplementedError
 
     def set_data(self, found: Sequence[RowT]) -> None:
@@ -367,5 +367,5 @@ class OneOf(Lines):
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Choose the next word."""
+        """Choose the next option, wherever the click was."""
         self.action_change(1)

@@ -255,7 +255,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Return `result`, the size that the program read from a tensor.
 
         If the first dimension of a recorded tensor is the batch's number of rows, its size is
-        replaced by a RowNumber, which a replay with other rows converts to their number.
+        replaced by a RowNumber. A replay with other rows converts a RowNumber to the number of
+        those rows.
         """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]

@@ -605,7 +605,11 @@ class StepTimer:
         return self._computed
 
     def _finish_untimed(self, counts: bool) -> None:
-        """Count a batch that wasn't timed; `counts` is True if it was an optimizer's step."""
+        """Count a batch that wasn't timed.
+
+        `counts` is True if the batch also counts as a step, because its gradients were computed or
+        an optimizer stepped.
+        """
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
         if self._validates:
@@ -621,7 +625,11 @@ class StepTimer:
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Save the marks of a batch that ended at `done`; `counts` is True if it had gradients."""
+        """Save the marks of a batch that ended at `done`.
+
+        `counts` is True if the batch also counts as a step, because its gradients were computed or
+        an optimizer stepped.
+        """
         step = _MarkedStep(
             self.sizes,
             self._asked,
@@ -892,7 +900,7 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return for how many seconds this thread hasn't computed, from an arbitrary start.
+    """Return the thread's idle time in seconds, counted from an arbitrary starting point.
 
     The difference between two results is the idle time between the two calls.
     """

@@ -29,12 +29,13 @@ ON_CPU = Rate(0.08, 8)
 
 
 class TimedBatches:
-    """Chooses one batch in each group of `stride` batches, at different positions in the groups.
+    """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    Because the positions differ, each batch of a cycle, such as the batches of one update, is timed
-    at some time. The choice depends only on the batch's number and the stride, so ranks with the
-    same stride choose the same batches. `stride` adapts to the duration of batches, so that `rate`
-    is kept. `clock` returns seconds.
+    The position of the timed batch differs from group to group. So if batches form a cycle, such as
+    the batches of one update, every batch of the cycle is timed sooner or later. The choice depends
+    only on the batch's number and the stride, so ranks with the same stride choose the same
+    batches. `stride` is adapted to the duration of batches, so that they are timed as often as
+    `rate` says. `clock` returns seconds.
     """
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -64,8 +64,9 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 class Fetch:
     """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
 
-    `options` are passed to DataLoader, which is used if no whole batches can be fetched. With
-    `pinned`, whole batches are fetched into pinned memory.
+    DataLoader is used, with `options`, if the data set can't return a whole batch in one call, or
+    if the options require DataLoader, for example for worker processes. Otherwise, whole batches
+    are fetched, into pinned memory if `pinned`.
     """
 
     def __init__(

@@ -358,13 +358,19 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce; start the backward pass if necessary."""
+        """Record that a unit has gradients to reduce.
+
+        Also prepare for the backward pass if that hasn't been done yet.
+        """
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Start the backward pass, if necessary, before an unsharded parameter gets a gradient."""
+        """Prepare for the backward pass if that hasn't been done yet.
+
+        Called before an unsharded parameter gets its gradient.
+        """
         if self._task is None:
             self.arm(self._batch)
 

@@ -68,7 +68,7 @@ def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss that one rank computes without the others calls a collective."""
+    """Raised if a loss function calls a collective while only one rank is computing it."""
 
 
 USES_COLLECTIVES = (

@@ -408,10 +408,11 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Create new buckets in the order in which the first rank's gradients were computed.
+        """Create new buckets, on all ranks in the order of the first rank's gradients.
 
-        `seen` has the ids of this rank's parameters in that order. From now on buckets are sent
-        early, unless a parameter got several gradients.
+        `seen` has the ids of this rank's parameters in the order in which its gradients were
+        computed; all ranks use the order of the first rank. From now on, buckets are sent before
+        the backward pass ends, unless a parameter got several gradients on some rank.
         """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
