@@ -296,8 +296,8 @@ def verdict_lines(
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
     """Return how much was measured, and why the search ended, as text.
 
-    If the verdict (`found`) is given, its recommendation and the reason don't contradict each
-    other.
+    If the verdict (`found`) is given, the reason is left out where it would contradict the
+    verdict's recommendation to measure again.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -315,8 +315,9 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
     """Return a table with a row for each device.
 
     A row has the device's share in samples and as a fraction of the batch, its samples/s in the
-    plan, and its solo samples/s. Below the table are sentences that explain the last column and, if
-    they are known, tokens/s and samples per joule. The sentences are wrapped to `width`.
+    plan, and its solo samples/s. Below the table are sentences that explain the last column. Lines
+    with tokens/s and samples per joule follow if these values are known. The sentences are wrapped
+    to `width`.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -480,8 +481,8 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
     """Return what a line says about a rival if the gain of the plan (`own`) is given elsewhere.
 
-    If there is no gain, the text says why. For the sum of solo throughputs, it gives the fraction
-    that the plan reaches.
+    If there is no gain, the text says why. For the sum of solo throughputs, the text is the
+    fraction of the sum that the plan reaches.
     """
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
