@@ -199,9 +199,9 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 def write_fastest(state: SessionState) -> str:
     """Return a note about the fastest measurement if it is faster than the best layout; else "".
 
-    The log and the chart show such measurements, so the note says why the best layout is another,
-    for example because the faster one needs a larger batch. Return "" also before a split was
-    measured, and after the search.
+    The log and the chart show such measurements. So the note says why the best layout's throughput
+    is lower, for example because the fastest measurement had a larger batch. Before a split was
+    measured, and after the search, return "" in any case.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -333,8 +333,8 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 def verdict_head(finished: Finished, width: int) -> list[Line]:
     """Return the lines with the recommendation, and with the throughput and layout of the result.
 
-    The recommendation comes first, unless it ends with the layout. Then it follows, shortened by
-    the layout, so that the layout isn't repeated.
+    The recommendation usually comes first. If it ends with the layout, it comes after the layout
+    instead, without repeating it.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))

@@ -70,8 +70,9 @@ def arrange(
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
     """Return the product's name, the screens with their keys, and a text on the right.
 
-    `screens` has the titles by the screens' names, and `shown` is the name of the open screen. The
-    text is the first of `right` that fits. A click on a screen's title opens that screen.
+    `screens` maps the screens' names to their titles, and `shown` is the name of the open screen.
+    The text on the right is the first item of `right` that fits. A click on a screen's title opens
+    that screen.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):

@@ -368,7 +368,7 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x in `stops` that is drawn nearest to cell `column`, for example of a click.
+    """Return the x in `stops` that is drawn nearest to cell `column`, such as a clicked cell.
 
     The column counts from the left of the plot. Return None if there are no stops.
     """

@@ -147,7 +147,7 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return the measurements of the rank at `place`, from which the training's limits are found.
+    """Return the measurements of the rank at `place`, to find out what limits the training.
 
     `rows` are all rows of the training; they determine how the rank is named.
     """
@@ -239,8 +239,8 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
     """Return the silent ranks that the other ranks wait for.
 
-    They are the stopped ranks or, if no rank is stopped, the ranks with the least progress
-    in the step.
+    They are the stopped ranks. If no rank is stopped, they are the ranks with the least progress in
+    the step.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
@@ -252,8 +252,8 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
     """True if all ranks of a training are silent at the same, known point of a step.
 
-    `holding` are the silent ranks that the others wait for, so no rank may be missing from it. A
-    single rank doesn't count.
+    `holding` are the silent ranks that the others wait for. The result is False unless `holding`
+    has all ranks. It is also False for a training with a single rank.
     """
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at

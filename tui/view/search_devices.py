@@ -171,8 +171,8 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
     A predicted batch size is preceded by ~. The numbers are never truncated. If the chosen layout
-    cuts the device's share into several passes, the share and the number of passes follow if they
-    fit.
+    cuts the device's share into several passes, the share and the number of passes follow, as far
+    as there is room.
     """
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)

@@ -49,7 +49,8 @@ class LogRow(msgspec.Struct, frozen=True):
 def log_rows(state: SessionState) -> list[LogRow]:
     """Return a row for each stored measurement, the newest first.
 
-    If the state holds only the newest measurements, their numbers still count all of them.
+    The rows are numbered by the order of all measurements of the search, even if the state has only
+    the newest of them.
     """
     first = state.probes - len(state.seen) + 1
     fastest, alone = 0.0, dict[int, dict[int, float]]()
@@ -72,9 +73,10 @@ def log_rows(state: SessionState) -> list[LogRow]:
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
     """Return the doubts about a measurement or, if there are none, why it is interesting; else "".
 
-    A measurement of a single device is interesting for its gain over the next smaller batch that
-    was measured on the device; `alone` has these throughputs. A measurement of several devices is
-    interesting if it is faster than `fastest`, the highest samples/s so far.
+    A measurement of a single device is interesting for its gain over the next smaller batch size of
+    the same device. `alone` has the earlier solo samples/s, by device index and batch size. A
+    measurement of several devices is interesting if it is faster than `fastest`, the highest
+    samples/s so far.
     """
     if not isinstance(seen, Timed):
         return ""

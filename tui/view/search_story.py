@@ -113,7 +113,8 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def _pause_text(state: SessionState) -> str:
     """Return the text for a paused search.
 
-    While a probe is still running, the text names the devices that must finish it first.
+    If a probe is still running, the search pauses only after it, so the text names the probe's
+    devices.
     """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
@@ -127,8 +128,8 @@ def _pause_text(state: SessionState) -> str:
 def _running_text(state: SessionState) -> str:
     """Return which layouts are being measured, in which phase, and for how long.
 
-    If several are measured at the same time, the phase and its duration are those of the probe
-    whose phase has lasted longest.
+    If several layouts are measured at the same time, the text has the phase that has lasted
+    longest, with its duration.
     """
     if not state.running:
         return "the next measurement is being chosen."

@@ -79,8 +79,8 @@ class TickWindow(NamedTuple):
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the value of each column of dots: the mean of its ticks.
 
-        It is None for a column without known values. `values` has a value for each tick, the oldest
-        first; if the oldest are missing, they count as None.
+        The value is None for a column without known values. `values` has a value for each tick, the
+        oldest first. If it has fewer values than ticks are shown, the oldest ticks count as None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -116,10 +116,10 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
     """Return a scale for a history that has only `ticks` ticks and may not fill `width` cells.
 
-    The scale is the number of ticks per column of dots, and the number of columns of dots per tick.
-    `per_dot` is the number of ticks per column once the history fills the graph. A shorter history
-    is stretched over about half of the cells. The scale doubles or halves, so that it changes
-    rarely while the history grows.
+    The scale consists of two numbers: the ticks per column of dots, and the columns of dots per
+    tick. `per_dot` is the number of ticks per column once the history fills the graph. A shorter
+    history is stretched over about half of the cells. The scale doubles or halves, so that it
+    changes rarely while the history grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2

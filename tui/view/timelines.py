@@ -276,8 +276,8 @@ def _gutter(
 ) -> list[tuple[Span, ...]]:
     """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
 
-    The value is the newest one or, if `column` isn't None, the one at the cursor in that cell. A
-    graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
+    The value is the newest one. If the cursor is in a cell (`column` isn't None), it is the value
+    in that cell instead. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:
@@ -305,7 +305,8 @@ def _axis(
 ) -> Line:
     """Return the time axis below each column of graphs.
 
-    With a cursor at the cell `column`, it shows the time at the cursor instead of labels.
+    If the cursor is in a cell (`column` isn't None), the axis shows the time of that cell instead
+    of labels.
     """
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:

@@ -274,9 +274,10 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Return lines about a training: its metrics next to its plan's, and what slows it down.
+    """Return lines about a training: its metrics compared with the plan, and what slows it down.
 
-    They also say what would make it faster, and how its shares changed. `at_seconds` is now.
+    The lines also say what would make the training faster, and how its shares changed. `at_seconds`
+    is now.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -297,10 +298,10 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines on what slows a training down or, after its end, what slowed its last steps.
+    """Yield lines on what slows a training down.
 
-    If the training is slower than its plan (`late`) without a known cause, yield the causes that
-    were ruled out.
+    After the end of the training, they are about its last steps. If the training is slower than its
+    plan (`late`) without a known cause, yield the causes that were ruled out.
     """
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
@@ -343,8 +344,8 @@ def _exclude(row: TrainingRow) -> str:
 def _advise(row: TrainingRow) -> Iterator[str]:
     """Yield which shares would be faster, and whether the training will adopt them by itself.
 
-    For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
-    yield nothing.
+    For an ended training, yield why it didn't adopt the faster shares. If the current shares are
+    the fastest, yield nothing.
     """
     if row.advice is None:
         return

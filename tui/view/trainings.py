@@ -110,8 +110,9 @@ class EndedTrainings:
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
         """Return an ended training with its last metrics; `seen_at` is when it last reported.
 
-        Of its causes, only unequal compute times are kept, because the next run can avoid them with
-        the advised shares. Nothing can be done about the others any more.
+        Unequal compute times stay among its causes, because the next run can avoid them with the
+        advised shares. All other causes are dropped, because nothing can be done about them any
+        more.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
