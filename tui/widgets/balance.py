@@ -96,8 +96,8 @@ class LogPanel(ListPanel[LogRow]):
     def set_data(self, state: SessionState) -> None:
         """Show the measurements of this state.
 
-        The cursor stays on its measurement. If it is at the top of the list, it moves to each new
-        measurement.
+        The cursor stays on its measurement. But if the cursor is at the top of the list, it moves
+        to each new measurement.
         """
         if state.seen is not self._seen:
             self._seen = state.seen
@@ -248,7 +248,7 @@ class BalanceView(UsesApp, Widget):
     def _share_rows(self, width: int) -> int:
         """Return the number of lines for the shares: the bar, the legend and the global batch.
 
-        It includes a line for a second bar, which shows a split that is being measured.
+        One line is always reserved for a second bar, which shows the split being measured.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -360,7 +360,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word that is `steps` further in the list, which continues at its other end."""
+        """Choose the word `steps` places further in the list of words, which wraps around."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

@@ -17,8 +17,8 @@ from .lines import Lines
 class TimelinePanel(Lines):
     """The panel with graphs of the devices' metrics over time.
 
-    If not all devices fit, it shows graphs of the device under the cursor of the device list, and
-    of those around it.
+    If not all devices fit, only the device under the cursor of the device list and the devices
+    around it have graphs.
     """
 
     def __init__(self) -> None:
