@@ -165,7 +165,8 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 class UserFunction(NamedTuple):
     """The user's function in its module, and the arguments to call it with.
 
-    `takes_model` is True if one of the arguments is the model from the module's `load_model`.
+    `takes_model` is True if `load_model`, another function of the module, makes one of the
+    arguments: the model.
     """
 
     module: ModuleType
@@ -375,9 +376,10 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Return the functions that can be called without the user's help.
+    """Return the functions that can be called without arguments from the user.
 
-    They have no required arguments, or only `model`, and `load_model` is among the functions.
+    These are functions without required arguments. If `load_model` is among the functions, those
+    that require only `model` count too.
     """
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()

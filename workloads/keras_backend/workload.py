@@ -277,8 +277,8 @@ class KerasWorkload(Workload):
         """Return facts about the workload as text.
 
         They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
-        digest, and the rows per epoch (0: unknown). The last one is the class of a layer that
-        computes batch statistics, or "".
+        digest, and the rows per epoch (0: unknown). If a layer computes batch statistics, its class
+        is given too, otherwise "".
         """
         layers = all_layers(self.model)
         return {
@@ -357,7 +357,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the maximum rows of a batch for which no tensor has more than 2^31 - 1 elements.
+    """Return the most rows that a batch can have without a tensor of more than 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """

@@ -45,7 +45,7 @@ class EndlessSampler(UnevenBatchSampler):
     def batches(self) -> Iterator[torch.Tensor]:
         """Return an iterator over this rank's rows in each step.
 
-        A batch that is larger than the pool has some rows twice.
+        If a global batch has more rows than the data, some rows occur in it more than once.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -305,7 +305,7 @@ class Batches:
     def keep(self, kept: bool) -> bool:
         """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
 
-        Return False if rows differ in length, because then no batch can be kept: tokens are counted
+        Return False if rows differ in length: no batch can be kept then, because tokens are counted
         when a batch is drawn, and a kept batch isn't drawn again.
         """
         if hasattr(self._sampler, "works"):

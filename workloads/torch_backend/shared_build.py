@@ -55,8 +55,7 @@ class BuiltRecipe:
     def compute_in_parallel(self) -> None:
         """Multiply small matrices on all threads, with PyTorch and, if it is imported, with NumPy.
 
-        A forked copy of the process calls this on trial, because it hangs if the copy lacks
-        threads.
+        This tests a forked copy of the process: if the copy lacks threads, the call hangs.
         """
         torch.set_num_threads(self._threads)
         for make in (torch.ones, getattr(sys.modules.get("numpy"), "ones", torch.ones)):

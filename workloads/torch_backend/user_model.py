@@ -56,8 +56,8 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe from the user's function `name` and its data functions.
 
-    `settings` are the function's arguments. Raises RequestError if these functions return something
-    else or if there are no data.
+    `settings` are the function's arguments. Raises RequestError if one of these functions doesn't
+    return what a recipe needs, or if there are no data.
     """
     return make_recipe(name, user_code.load(name, settings))
 
@@ -65,7 +65,8 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
 def make_recipe(name: str, own: user_code.UserModule) -> Recipe:
     """Return the recipe from what the user's function `name` returned.
 
-    Raises RequestError if its module returns something else or if there are no data.
+    `own` also has the data functions of the function's module. Raises RequestError if one of these
+    functions doesn't return what a recipe needs, or if there are no data.
     """
     recipe = find_recipe(name, own.result)
     if recipe is not None:

@@ -302,7 +302,7 @@ class TorchWorkload(Workload, StepListener):
     def _note_held(self) -> None:
         """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps.
 
-        Later steps start with as many, because the optimizer has created its state by then.
+        Later steps start with the same number, because the optimizer has created its state by then.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
@@ -455,7 +455,8 @@ class TorchWorkload(Workload, StepListener):
     def _open_batches(self) -> Batches:
         """Return the batches, which are created on the first call.
 
-        That is after the memory cap has been set, and before `prepare` resets the peak memory.
+        The first call comes after the memory cap has been set, and before `prepare` resets the peak
+        memory.
         """
         if self._batches is None:
             data = self.recipe.data or Data(
