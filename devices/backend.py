@@ -97,10 +97,10 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
 
-    `variable` is its value; return all devices if it is None (unset). Entries are indices or
-    prefixes of ids. If an entry matches no device, it and all entries after it are ignored. If a
-    device is named twice, no device is visible. Source: CUDA C++ programming guide, environment
-    variables.
+    The argument `variable` is the variable's value. If it is None, the variable isn't set, and all
+    devices are visible. The value's entries are indices or prefixes of ids. If an entry matches no
+    device, that entry and all entries after it are ignored. If a device is named twice, no device
+    is visible. Source: CUDA C++ programming guide, environment variables.
     """
     if variable is None:
         return tuple(devices)
@@ -160,8 +160,8 @@ class VitalsReader(Protocol):
     def read(self, full: bool) -> Vitals:
         """Return one reading; memory, processes and load are read only if `full`.
 
-        They take longer to read. A failure of the driver isn't raised but reported as
-        the reading's `trouble`.
+        These three take longer to read. A failure of the driver isn't raised but reported as the
+        reading's `trouble`.
         """
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class VitalsWatch:
     """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
     Each reading has a thread of its own. A missing answer is reported as trouble only if the driver
-    has answered before; until then, the vitals are empty.
+    has answered before. Until the first answer, the vitals are empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -187,8 +187,8 @@ class VitalsWatch:
     def ask(self, full: bool = False) -> bool:
         """Start another reading, and return True; `full` is as in `VitalsReader.read`.
 
-        Return False and do nothing if the driver hasn't answered the previous one yet,
-        or after `close`.
+        Return False and do nothing if the driver hasn't answered the previous reading yet, or if
+        `close` has been called.
         """
         if self.pending or self._closed:
             return False
@@ -321,7 +321,7 @@ class Backend(Protocol):
     ) -> tuple[Device, ...]:
         """Return the listed devices that a process with these environment variables sees.
 
-        They are in the order in which the variable names them.
+        The maker's variable, such as CUDA_VISIBLE_DEVICES, also determines their order.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
@@ -363,7 +363,7 @@ class Backend(Protocol):
     def show_by_number(self, devices: Sequence[Device]) -> dict[str, str]:
         """Return the variables of `show`, with numbers instead of ids where both are equivalent.
 
-        Some libraries, such as DeepSpeed, can read only numbers.
+        This is for libraries that can read only numbers, such as DeepSpeed.
         """
         return self.show([device.id for device in devices])
 

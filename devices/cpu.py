@@ -242,8 +242,8 @@ class CpuSlices(Backend):
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """Return the environment of a child process that uses only these slices.
 
-        It has the slices' logical CPUs, one thread per physical core, and a memory limit that is
-        the sum of the slices' memory. How the memory limit is enforced depends on `framework`.
+        The child gets the slices' logical CPUs, one thread per physical core, and the sum of the
+        slices' memory as its memory limit. How that limit is enforced depends on `framework`.
         """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))

@@ -105,7 +105,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def fixed_ms(self) -> float:
         """The milliseconds of a step without rows, estimated from the curve.
 
-        A line through each pair of neighbouring points gives an estimate; the lowest one is used.
+        The line through each pair of neighbouring points gives an estimate at 0 rows. The lowest of
+        these estimates is used.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -339,7 +340,7 @@ class Machine(msgspec.Struct, frozen=True):
     def usable_memory_bytes(self, position: int) -> int:
         """Return the memory in bytes that a training process can use on a device.
 
-        It is within the device's limit.
+        A memory limit of the device is taken into account.
         """
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes

@@ -58,8 +58,8 @@ def name_maker(devices: Iterable[Device]) -> str:
 def kind_of(name: str) -> str:
     """Return the kind of the device with this label or id, such as "gpu" for GPU:0.
 
-    It is the lower-case prefix, so sim-0-t4 gives "sim". The id of a GPU may give its maker's
-    prefix instead, such as "mig".
+    The kind is the prefix in lower case, so "sim-0-t4" gives "sim". The prefix of a GPU's id may
+    instead be one that its maker uses, such as "mig".
     """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 

@@ -64,10 +64,11 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each simulated device, by id: its samples/s and its share in the probe.
+        """Set the load of each simulated device: its samples/s and its share of a probe's batch.
 
-        The samples/s are None while unknown. A device that isn't in `loads` becomes idle. On real
-        devices this does nothing, because the probes report their own samples/s.
+        `loads` is keyed by the devices' ids. The samples/s are None while unknown. A device that
+        isn't in `loads` becomes idle. With real devices, nothing is done, because their probes
+        report samples/s.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):

@@ -83,7 +83,8 @@ class HostActor:
     def ask(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of the object kept under `name`, and return its result.
 
-        A dotted `method`, such as "local.read", calls a method of one of the object's attributes.
+        `method` may have a dot: "local.read" calls the method `read` of the object's attribute
+        `local`.
         """
         return attrgetter(method)(self._kept[name])(*arguments)
 
@@ -184,9 +185,9 @@ class Agent:
     def restart(self, generation: int) -> bool:
         """Replace the host's dead actor by a new one, and recreate the objects that it kept.
 
-        `generation` is the dead actor's; nothing is done if another thread has replaced it already.
-        Return False if the host has gone, if no new actor can be started, or if the actor has been
-        restarted too often.
+        `generation` is the generation of the dead actor. If another thread has already replaced
+        that actor, nothing is done. Return False if the host has gone, if no new actor can be
+        started, or if the actor has been restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -255,7 +256,7 @@ class RemoteObject:
 
     @property
     def generation(self) -> int:
-        """The generation of the actor that keeps the object, which grows with each restart."""
+        """The number of restarts of the actor that keeps the object; see `Agent`."""
         return self._agent.generation
 
     def restart(self, generation: int) -> bool:

@@ -1,6 +1,7 @@
 """Finds the devices of a Ray cluster that a request or a plan names, and samples them.
 
-evener's actor on each host does both, with the same code as on a single machine.
+On each host, evener's actor finds and samples the devices, with the same code as on a single
+machine.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
     """Reserve the CPUs of CPU slices, so that other jobs of the cluster leave them alone.
 
-    Return a note for each host on which other jobs already hold some of them.
+    Return a note for each host where other jobs already hold some of these CPUs.
     """
     notes = []
     for agent in agents:
@@ -117,7 +118,7 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Return this host's devices that the terms name. It runs on the host.
+    """Return this host's devices that the terms name. The function runs on the host.
 
     If `gpu_ids` isn't None, only these GPUs, which Ray reserves for this process, are returned.
     """
@@ -138,7 +139,7 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that Ray reserves for this process. It runs on the host.
+    """Return the UUIDs of the GPUs that Ray reserves for this process. It runs on the GPUs' host.
 
     `gpu_ids` are Ray's own names for these GPUs.
     """
@@ -166,8 +167,9 @@ def _list_accelerators(
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """Return the devices of a request over all hosts, given each host's answer.
 
-    The result has notes on hosts and devices that are left out, and on package versions that
-    differ. Raises DeviceError if no device is left or a named one is unavailable.
+    The result has notes on hosts and devices that are left out, and on package versions that differ
+    between hosts. Raises DeviceError if no device is left, or if a device that the request names is
+    unavailable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -308,8 +310,8 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
     """Reserve the node's free GPUs except the wanted ones, and return the agents that hold them.
 
-    `wanted` are UUIDs. Ray can then assign only these GPUs on this node. The reservations end when
-    the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
+    `wanted` are UUIDs. On this node, Ray can then assign only the wanted GPUs. The reservations end
+    when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []

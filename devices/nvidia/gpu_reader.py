@@ -408,8 +408,9 @@ class GpuReader:
         """Return an estimate of the percentage of throttled time, and the current reasons.
 
         A reason in one of two successive readings counts for half of the time between them, and a
-        reason in both for all of it. On a chip with throttling counters, `rate` is returned
-        instead, although its value isn't known yet.
+        reason in both for all of it. `rate` is the reading from the throttling counters. On a chip
+        that has such counters, `rate` is returned instead of an estimate, even if it has no value
+        yet.
         """
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()

@@ -92,7 +92,7 @@ class Schedule:
     def record(self, now: float, code: int, number: float) -> Reading:
         """Return the reading for the outcome of a call: NVML's return code and the value.
 
-        After a temporary failure, it is the last value, marked as stale. Raises GpuGoneError or
+        After a temporary failure, return the last value, marked as stale. Raises GpuGoneError or
         DriverGoneError if the GPU or the driver has gone.
         """
         if code == SUCCESS and math.isfinite(number):
@@ -207,8 +207,8 @@ class Counter:
     def rate(self, reading: Reading, now: float) -> Reading:
         """Return the increase per second since the previous counted reading.
 
-        If the counter can't be read, return why; if it hasn't been read again, return
-        the last rate.
+        If the counter can't be read, the result says why. If the counter hasn't been read again
+        since the last call, return the last rate.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

@@ -192,8 +192,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if it isn't found but some GPU doesn't answer, because it may be that GPU.
-    NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no such GPU.
+    Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because it may be the UUID
+    of that GPU. NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no
+    such GPU.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -233,7 +234,8 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
     """Return the memory available to programs, and the memory in use, in bytes.
 
-    Both are None for a chip without memory of its own. Raises NVMLError if they can't be read now.
+    Both are None for a chip without memory of its own. Raises NVMLError if the numbers can't be
+    read now.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

@@ -142,7 +142,8 @@ class NvmlSource:
     def _watch_events(self) -> None:
         """Start watching for events at the third sample.
 
-        A program that takes only one sample then needn't wait for the watching thread to exit.
+        A program that takes only one sample therefore doesn't have to wait until the watching
+        thread exits.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
