@@ -133,7 +133,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass, while the trainer sees `world` processes.
 
-        The loss gets `times` as many items as the rows have, and is multiplied by `weight`.
+        The loss function is told that there are `times` as many items as the rows really have. Its
+        result is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [
@@ -150,9 +151,9 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of a few rows that are divided into shares.
 
-        `batches` has a batch for each share, with `sizes` rows, which are computed in passes of up
-        to `micro` rows. If `micro` is 0, each share is one pass. With `excess`, the loss keeps the
-        factor by which the trainer's own loss is too large.
+        `batches` has a batch for each share, and `sizes` has their numbers of rows. Each batch is
+        computed in passes of up to `micro` rows, or in one pass if `micro` is 0. With `excess`, the
+        loss keeps the factor by which the trainer's own loss is too large.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):

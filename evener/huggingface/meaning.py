@@ -202,7 +202,8 @@ class LossFinder:
     def _find_multiplied(self, reference: Sketch) -> int:
         """Return the factor by which the trainer multiplies its loss for several processes.
 
-        It is 1 or the number of processes. `reference` is the loss and gradient of one process.
+        The factor is 1 or the number of processes. `reference` is the loss and gradient of one
+        process.
         """
         if self._world == 1 and self._gathering is None:
             return 1
@@ -245,10 +246,10 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names of what the loss may be a mean over, a subset of `names`.
+        """Return those of `names`, the things a loss may be a mean over, that fit the loss.
 
-        A name fits if the parts' gradients, weighted accordingly, add up to `reference`, the
-        gradient of all rows.
+        A name such as "labels" fits if the parts' gradients, weighted accordingly, add up to
+        `reference`, the gradient of all rows.
         """
         few = self._few
         fitting = []

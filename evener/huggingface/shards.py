@@ -118,8 +118,8 @@ def find_autocast(accelerator: Any) -> torch.dtype | None:
 def keep_no_casts(accelerator: Any) -> None:
     """Disable autocast's cache of half-precision copies of the weights.
 
-    The weights of a few layers are gathered at a time. The cache would keep the copies of all of
-    them until the end of the forward pass.
+    Only the weights of a few layers are gathered at a time. The cache would keep copies of the
+    weights of all layers until the end of the forward pass.
     """
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 

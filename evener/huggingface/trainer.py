@@ -258,8 +258,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> Any:
         """Store the weight of each pass in its global batch, and count the batches' items.
 
-        `sizes` and `totals` are those of `weigh_passes`. Return the number of items over all ranks,
-        or None. In the first step, first determine what the loss is a mean over.
+        `sizes` and `totals` are as in `weigh_passes`. Return the number of items over all ranks, or
+        None if the trainer doesn't count items. In the first step, what the loss is a mean over is
+        determined before the passes are weighted.
         """
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
@@ -284,10 +285,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        If the user turned the check off, or one process computes each batch at once, return what
-        transformers assumes. `ignores` is True if some labels are ignored. If a single process has
-        run out of memory and needs smaller passes, `in_parts` is the number of rows on which the
-        loss is checked; otherwise it is 0.
+        If the user turned the check off, or one process computes each batch in one pass, return
+        what transformers assumes. `ignores` is True if some labels are ignored. `in_parts` is 0
+        except in a single process that has run out of memory and needs smaller passes: it is then
+        the number of rows on which the loss is checked.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
