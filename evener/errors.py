@@ -16,10 +16,10 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors; only subclasses are raised.
 
-    The message says what is wrong, and the remedy says what to do. Terminal control characters are
-    replaced in both, because they may quote a plan or a driver, and Python prints an exception's
-    text unescaped. `kind` names the class in JSON output, and `exit_code` is evener's exit code
-    after this error.
+    The message says what is wrong, and the remedy says what to do. Both may quote a plan or a
+    driver, and Python prints an exception's text unescaped. Therefore terminal control characters
+    are replaced in them. `kind` names the class in JSON output, and `exit_code` is evener's exit
+    code after this error.
     """
 
     kind: ClassVar[str] = "error"

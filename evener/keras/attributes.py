@@ -119,8 +119,8 @@ class CallTensors:
 def keras_attributes() -> frozenset[str]:
     """Return the names of the attributes that Keras itself sets on every model and layer.
 
-    They are read from a new model. It gets an explicit name, so that Keras' counters for
-    automatic names don't change.
+    The names are read from a model that is created for this purpose. That model gets an explicit
+    name, so that Keras' counters for automatic names don't change.
     """
     return frozenset(vars(keras.Model(name="without_layers")))
 

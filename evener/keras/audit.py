@@ -345,7 +345,8 @@ class StepAudit:
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
         """Return the steps, or warn and return None if their random numbers can't be compared.
 
-        They can't be if a row's random numbers depend on the device or pass that computes the row.
+        Such numbers can't be compared if those of a row depend on the device or pass that computes
+        it.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -400,13 +401,13 @@ class StepAudit:
         """Check whether the result for a row depends on the other rows of its batch.
 
         `rows` are a few rows of `batch`, and `plain` is Keras' own step. Return a finding if some
-        rows can't be computed without the rest of the batch, or if their outputs are different
-        without it. There is no finding if even the whole batch can't be computed, because the
-        training step will raise that error itself.
+        rows can't be computed without the rest of the batch, or if their outputs change without the
+        rest. There is no finding if even the whole batch can't be computed, because the training
+        step will raise that error itself.
 
-        Also return the rows on which the steps are to be compared. They are `rows`, or the whole
-        batch if the engine computes the loss of a whole batch and that loss can't be computed for
-        fewer rows.
+        Also return the rows on which the steps are to be compared. They are usually `rows`. They
+        are the whole batch if the engine computes the loss of a whole batch, and that loss can't be
+        computed for fewer rows.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -632,11 +633,12 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or, if they agree, of losses; None if none.
+        """Return the largest difference of gradients or, if they agree, of losses.
 
-        The losses are compared because gradients of 0 would hide a difference. They aren't compared
-        if values or labels were changed (`moved` isn't empty). The tolerance is computed from
-        `repeats`, results of the reference step with random rounding errors.
+        Return None if the losses agree, too. They are compared because gradients of 0 would hide a
+        difference. If values or labels were changed (`moved` isn't empty), only gradients are
+        compared. The tolerance is computed from `repeats`, results of the reference step with
+        random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -775,7 +777,7 @@ class StepAudit:
 
         Such a comparison is a decision (see `decisions.py`). The rows that an engine computes
         separately may then take another branch than all rows together. A decision counts only if it
-        changes the gradient. Return None if there is none.
+        changes the gradient. Return None if there is no such decision.
         """
         plain, shared = steps
         whole = plain.run(rows).margins

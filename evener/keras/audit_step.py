@@ -313,11 +313,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return nonzero values for variables whose current value may hide a term of the loss.
+    """Return new values for variables whose current value may hide a term of the loss.
 
-    A weight or a coefficient of 0 hides a term. A counter at its start does so too, if a term
-    begins only in a later step: the counter gets the value of a late step. Also return the
-    variables' names.
+    A weight or a coefficient of 0 hides a term, and gets a nonzero value. A counter at its start
+    also hides a term if that term begins only in a later step. The counter gets the value that it
+    has in a late step. Also return the names of the variables that get new values.
     """
     values: Values = {}
     names = []

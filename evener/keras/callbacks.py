@@ -125,9 +125,9 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 def _may_stop(callback: Any) -> bool:
     """True if a callback may stop the training within an epoch.
 
-    It may if it has a hook for batches and isn't one of Keras' or evener's own callbacks,
-    because those do the same in every process. A LambdaCallback counts as the user's,
-    because it runs the user's code.
+    Such a callback has a hook for batches and isn't one of Keras' or evener's own callbacks,
+    because those do the same in every process. A LambdaCallback counts as the user's, because it
+    runs the user's code.
     """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback

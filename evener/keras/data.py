@@ -93,9 +93,9 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, cut to the length of its longest row, with their number.
+    """Return each device's rows of x, and how many they are.
 
-    A filler row isn't counted.
+    The rows are cut to the length of the device's longest row. A filler row isn't counted.
     """
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
@@ -230,8 +230,9 @@ class ArrayBatches:
     """Batches of `batch` rows from nested arrays (x, y, weight); y and weight may be missing.
 
     The last batch of an epoch has the remaining rows. With `shuffle`, `seed` determines the order.
-    An epoch has `rows` rows, by default as many as the arrays have; if it has more, the arrays are
-    repeated. Raises RequestError if the arrays have unequal numbers of rows, or no rows.
+    An epoch has `rows` rows, by default as many as the arrays have. If `rows` is more than that,
+    the arrays are repeated. Raises RequestError if the arrays have unequal numbers of rows, or no
+    rows.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class ArrayBatches:
     def global_batches(self, endless: bool = False) -> Any:
         """Return a tf.data.Dataset of the global batches of one epoch.
 
-        If `endless`, it continues with further epochs without a pause.
+        If `endless`, the dataset continues with further epochs without a pause.
         """
         return self._dataset(functools.partial(self._take, self._tensors), endless)
 

@@ -2,7 +2,8 @@
 
 `Solo` is Keras' own training on one device, `Towers` is one process with several devices, and
 `Workers` is one process of a group. `FitHooks` gets three things from an engine: the steps, the
-form of the data and the wrappers of Keras' functions. It contains no code for a particular engine.
+form of the data and the wrappers of Keras' functions. `FitHooks` itself has no code for a
+particular engine.
 """
 
 from __future__ import annotations

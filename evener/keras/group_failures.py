@@ -59,7 +59,7 @@ class GroupFailures:
     def _tell(self, error: Exception) -> None:
         """Abort the other processes' collectives with the error's text.
 
-        Do nothing else if all processes fail, because each then raises its own error.
+        If all processes fail, nothing is aborted, because each process raises its own error.
         """
         self._count += 1
         service = context.context()
