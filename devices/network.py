@@ -38,7 +38,7 @@ def loopback_interface() -> dict[str, str]:
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that make gloo and NCCL use the right network interface.
 
-    It is the interface through which `host`, which is this host, reaches the other `hosts`.
+    That is the interface through which this host, known as `host`, reaches the other `hosts`.
     Variables that are already set are left out. Return an empty dictionary if there are no other
     hosts or no route to them.
     """

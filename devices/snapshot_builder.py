@@ -213,9 +213,10 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Return the tokens/s of a process and its padding in percent, as of the last `by_process`.
+        """Return the tokens/s of a process, and its padding in percent.
 
-        Both are unsupported readings if the process reports no tokens.
+        The numbers are those of the last call of `by_process`. Both are unsupported readings if the
+        process reports no tokens.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
@@ -232,7 +233,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     """Return the sum of those samples/s that aren't too old, as a reading.
 
     Each of the `parts` is a pair of samples/s and their age in seconds. If all of them are too old,
-    they are summed nevertheless, and the reading is stale.
+    return a stale reading with their sum.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)

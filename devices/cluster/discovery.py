@@ -139,9 +139,9 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that Ray reserves for this process. It runs on the GPUs' host.
+    """Return the UUIDs of the GPUs that Ray reserves for this process.
 
-    `gpu_ids` are Ray's own names for these GPUs.
+    The function runs on the GPUs' host. `gpu_ids` are Ray's own names for these GPUs.
     """
     return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
@@ -217,16 +217,17 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
     """Return the kind of devices to use on all hosts.
 
-    It is an accelerator if any host has one, else "cpu".
+    If any host has accelerators, it is their kind; otherwise it is "cpu".
     """
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names a host, or a device on it, that is unavailable.
+    """Raise DeviceError if the request names this host, or devices on it, that are unavailable.
 
-    `own` is the number of devices that were found on the host.
+    `agent` is the host's agent, `answer` is what the host found, and `own` is the number of devices
+    that were found there.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:

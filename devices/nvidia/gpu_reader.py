@@ -210,10 +210,10 @@ class GpuReader:
     def _clock_fraction(self, now: float) -> float | None:
         """Return the current clock as a fraction of the highest clock.
 
-        The highest clock is the highest that this device has reached, because many devices never
-        reach the maximum that the driver reports. The driver's maximum is used as long as only low
-        clocks were seen, for example on a device that was idle or always throttled. Return None if
-        the driver doesn't report the current or the highest clock.
+        The highest clock is usually the highest one that this reader has seen, because many devices
+        never reach the maximum that the driver reports. The driver's maximum is used as long as
+        only low clocks were seen, for example on a device that was idle or always throttled. Return
+        None if the driver doesn't report the current or the highest clock.
         """
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
@@ -255,8 +255,9 @@ class GpuReader:
     ) -> tuple[float | None, float | None]:
         """Return the seconds throttled (by heat or a power brake) and the seconds at the power cap.
 
-        They come from the driver's counters (`found`, in nanoseconds). On a chip without counters,
-        they are estimated from the throttling reasons at each reading. None means unknown.
+        Both come from the driver's counters (`found`, in nanoseconds). On a chip without counters,
+        they are estimated from the throttling reasons at each reading. A number is None if it is
+        unknown.
         """
         counts = {
             field: reading.current / 1e9
@@ -463,8 +464,9 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # how much of the driver's buffer is read
 class GpuProcesses:
     """The processes on one GPU, with their memory and their use of the multiprocessors.
 
-    The last answer is kept between readings and during temporary failures. `since` is the time of
-    the newest sample of use that the driver has returned, in microseconds of the driver's clock.
+    The last answer is kept between readings and during temporary failures. The driver samples the
+    processes' use at intervals. `since` is the time of the newest sample that it has returned, in
+    microseconds of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
