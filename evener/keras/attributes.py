@@ -198,9 +198,9 @@ def join_leaves(
     `every` has each device's tensors by name. `sizes` has each device's number of rows without
     filler rows, and `parts` these numbers as fractions of the batch.
 
-    Tensors with rows are padded by `pad` and concatenated. Scalars are added up instead, and so are
-    tensors whose name is in `kinds`, such as a mean over rows. `kinds` says whether such a value is
-    a mean or a sum, and thus its weight (see `main_part`).
+    Tensors with rows are padded by `pad` and concatenated. Scalars, and tensors whose name is in
+    `kinds`, don't consist of rows, and are added up with weights. `kinds` says whether such a value
+    is a mean or a sum, which determines the weights (see `main_part`).
     """
     joined = {}
     for name in every[0]:
@@ -218,7 +218,10 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return a device's tensor; if the device has no rows (`size` is 0), without the filler row."""
+    """Return a device's tensor without the filler row that it has if `size` is 0.
+
+    `size` is the number of rows of the device.
+    """
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

@@ -189,8 +189,8 @@ class StepAudit:
     def _watch(self, plain: TracedStep) -> None:
         """Choose the variables to watch: small ones that Keras' step reads but doesn't assign.
 
-        If such a variable changes, because a callback assigned it for example, the training has
-        changed and is audited again.
+        Such a variable may be assigned by a callback, for example. If its value changes, the
+        training has changed and is audited again.
         """
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
@@ -218,8 +218,8 @@ class StepAudit:
     def look(self, batch: Tensors, signature: Any = None) -> None:
         """Audit a batch, then warn or raise RequestError if `Audits.decide` requires it.
 
-        `signature` identifies the model and the type of the batches;
-        steps are traced once for each.
+        `signature` identifies the model and the type of the batches. Steps are traced once for each
+        signature.
         """
         self._moment = f"In step {self.audits.step}"
         self._trains = True
@@ -299,9 +299,9 @@ class StepAudit:
     def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
         """Return the first rows of each process's share, gathered in every process.
 
-        `data` has only this process's rows if `is_own`, and otherwise the whole batch of `whole`
-        rows. `rows` is the number of rows to gather. Return None if the data aren't numbers,
-        because only numbers can be sent.
+        If `is_own` is True, `data` has only this process's rows. Otherwise it has the whole batch
+        of `whole` rows. `rows` is the number of rows to gather from all processes together. Return
+        None if the data aren't numbers, because only numbers can be sent.
         """
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
@@ -429,17 +429,18 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if the step may mix rows, because the user overrides it.
+        """True if the user overrides the step, because such a step may mix rows.
 
-        Every engine gives such a step the whole batch.
+        Every engine gives an overridden step the whole batch.
         """
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
         """Compare the outputs of rows computed together with their outputs computed in parts.
 
-        Return a finding if they differ. The rows are computed in two parts of unequal size, which
-        needn't match the shares, and one by one, if the model can compute single rows.
+        Return a finding if the outputs differ. The rows are computed in two parts of unequal size,
+        which needn't match the shares. They are also computed one by one, if the model can compute
+        single rows.
         """
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
@@ -501,7 +502,7 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding that says that some rows of a batch can't be computed alone.
+        """Return a finding which says that some rows of a batch can't be computed alone.
 
         `what` names the rows, and `error` is what the computation raised.
         """
@@ -518,9 +519,9 @@ class StepAudit:
     def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of Keras' own step on a part of the audited rows, or its exception.
 
-        If the step fails, the reason may be that the loss needs the whole batch. If the engine
-        computes the loss of the whole batch anyway, return the result of the model's call alone in
-        that case.
+        The step may fail because the loss needs the whole batch. That doesn't matter if the engine
+        computes the loss of the whole batch anyway. In that case, return the result of the model's
+        call alone.
         """
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):

@@ -159,7 +159,7 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes as `call` left them, so that its loss can be computed.
+        """Set the model's attributes to their values after `call`, so that a loss can be computed.
 
         The loss may read tensors that the call stored in attributes.
         """
@@ -200,7 +200,7 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records the call that precedes each loss.
+        """Return a context in which a plain step records, at each loss, the model's call before it.
 
         The fields of a `StepCall` and the outputs' masks are appended to `calls`. A step that isn't
         plain records nothing.

@@ -124,10 +124,10 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 def draws_alike(model: Any) -> Iterator[None]:
     """Return a context in which a step draws the same random numbers for any part of a batch.
 
-    A step whose graph is traced in this context can then be run on a part of a batch and
-    compared with the whole. The context includes `equal_rows`. In addition, TensorFlow's own
-    random numbers are drawn from one fixed seed, and so are Keras' random numbers, except those
-    from a seed generator of the model.
+    A step whose graph is traced in this context can then be run on a part of a batch and compared
+    with the whole. The context includes `equal_rows`. In addition, TensorFlow's own random numbers
+    are drawn from one fixed seed. So are Keras' random numbers, unless they come from a seed
+    generator of the model.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)

@@ -372,8 +372,9 @@ def _combine(
 ) -> dict[str, Any]:
     """Predict a state's value after the whole batch, once for each kind that it could have.
 
-    The value is computed from `before`, the value before the batch, and from `parts`, the values
-    after each part of it. SAME is left out if `parts` differ by more than `near`.
+    `before` is the state's value before the batch. `parts` are its values after each part of the
+    batch, and `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than
+    `near`.
     """
     changes = [each - before for each in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]

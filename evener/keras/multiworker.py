@@ -293,8 +293,8 @@ class Workers:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
         Labels are compared. Inputs may differ, because each process may augment its inputs at
-        random. They are compared only at the end of an epoch, if the labels of the whole epoch
-        can't distinguish rows, for example because all labels are 1.
+        random. Therefore inputs are compared only at the end of an epoch, and only if the labels of
+        the whole epoch can't distinguish rows, for example because all labels are 1.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):

@@ -106,12 +106,12 @@ class StepStates:
     ) -> Any:
         """Return a state's accumulated value after another pass.
 
-        - `before` is its accumulated value before the pass.
+        - `before` is the accumulated value before the pass.
         - `start` is the value from which the pass started. Unless each pass continues from the
           previous one (CHAINED), it is the same for all passes.
         - `new` is the value that the pass assigned.
-        - `part` is the fraction of the device's rows in the pass, and `first` is True for the first
-          pass.
+        - `part` is the pass's fraction of the device's rows.
+        - `first` is True for the first pass.
         """
         if self._counts(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row

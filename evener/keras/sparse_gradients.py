@@ -114,9 +114,9 @@ class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
     The slices of all processes have to be concatenated, but an all-reduce can only add. So each
-    process puts its slices at a place of its own in a tensor of zeros for the slices of all. `own`
-    are these tensors, and `join` returns gradients from their sums. Creating this object is a
-    collective: every process must do it at the same point of the step.
+    process makes a tensor that has room for the slices of all processes, and is 0 except for its
+    own slices. `own` are these tensors, and `join` returns gradients from their sums. Creating this
+    object is a collective: every process must do it at the same point of the step.
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:

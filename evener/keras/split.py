@@ -243,8 +243,8 @@ class Split:
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
         """Return global batches whose rows are assigned to devices by length.
 
-        `arrays` are the batches of x and its labels, and `lengths` the tokens in each row. With
-        engine solo, the batches are the same as without lengths. Raises RequestError with
+        `arrays` are the batches of x and its labels, and `lengths` has the number of tokens in each
+        row. With engine solo, the batches are the same as without lengths. Raises RequestError with
         engine multiworker or with passes.
         """
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
@@ -445,8 +445,8 @@ def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
     """Return a cut of batches among the devices in proportion to `ratios`.
 
-    It rounds each part down and gives the remaining rows to the last device. Without ratios, the
-    parts are equal. Raises RequestError unless each device has a ratio above 0.
+    The cut rounds each device's rows down and gives the remaining rows to the last device. Without
+    ratios, the parts are equal. Raises RequestError unless each device has a ratio above 0.
     """
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):
