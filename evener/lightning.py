@@ -202,8 +202,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         The ranks meet over gloo, on their hosts, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler for SIGTERM would synchronize with the other ranks immediately,
         while they may be in a step's all-reduce. The handler installed here only records the
-        signal. If only a rank other than the first receives SIGTERM, it stops by itself one batch
-        later.
+        signal. If only one rank receives SIGTERM, and it isn't the first rank, that rank stops by
+        itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,

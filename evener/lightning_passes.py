@@ -150,8 +150,8 @@ class PassMetrics:
     def keep(self) -> Callable[[], None]:
         """Save the module's attributes and logged metrics; return a function that restores them.
 
-        The function is called before a pass is repeated. It doesn't restore metrics that ranks have
-        already reduced.
+        Call the returned function before a pass is repeated. It doesn't restore metrics that ranks
+        have already reduced.
         """
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
@@ -202,8 +202,8 @@ class PassMetrics:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Replace each step metric that isn't reduced over ranks by its mean over the passes.
 
-        `before` has the metrics' values before this pass, to skip metrics that the pass didn't log.
-        Metrics that are reduced over ranks are already means over the passes.
+        Metrics that are reduced over ranks are already means over the passes. `before` has the
+        metrics' values before this pass, so that metrics that the pass didn't log can be skipped.
         """
         for name, metric in self._logged.items():
             meta, own = metric.meta, metric._forward_cache
@@ -252,8 +252,8 @@ class PassMetrics:
         """Return a metric combined with its values in earlier pieces and passes.
 
         `key` identifies the metric within a pass, `own` is its value in this piece, and `reduce`
-        reduces over ranks. A metric that ranks have already reduced in this pass isn't reduced
-        again.
+        reduces a tensor over ranks. If ranks have already reduced the metric in this pass, it isn't
+        reduced again.
         """
         assert self._part is not None
         if key not in self._reduced:

@@ -122,10 +122,10 @@ class Gathering:
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
 
-        Any further rows are fillers. In an evaluation, `repeats` is the number of rows of a full
-        batch, because transformers repeats a batch's loss that many times before it gathers it. If
-        `ends` is False, another piece of the pass follows, and the values are gathered with the
-        last piece.
+        Any further rows are fillers. `repeats` is only for an evaluation: it is the number of rows
+        of a full batch, because transformers gathers a batch's loss as that many copies. If `ends`
+        is False, another piece of the pass follows, and the values are gathered with the last
+        piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -138,8 +138,8 @@ class Gathering:
     def save(self) -> Callable[[], None]:
         """Save what this batch's passes and pieces have gathered; return a function to restore it.
 
-        Call that function before a pass is repeated. It keeps what this pass has already gathered
-        from other ranks, because they won't send it again.
+        Call that function before a pass is repeated. What this pass has already gathered from other
+        ranks isn't undone, because they won't send it again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -182,9 +182,9 @@ class Gathering:
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
         """Return the values of one gather call in a pass.
 
-        `call` is the number of earlier gather calls in the pass. `tensor` is the call's argument in
-        the current piece of the pass, computed from `rows` rows. If the pass is being repeated, and
-        the call has already gathered the other ranks' values, those values are returned.
+        `call` is the number of gather calls before it in the pass. `tensor` is the call's argument
+        in the current piece of the pass, computed from `rows` rows. If the pass is being repeated,
+        and the call has already gathered the other ranks' values, the earlier result is returned.
         """
         if call < len(self._gathered_calls):
             return self._gathered_calls[call]
@@ -214,7 +214,7 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the result of one gather call, given what each piece of the pass has passed to it.
+        """Return the result of one gather call, given its argument in each piece of the pass.
 
         `pieces` has the tensor of each piece so far, with its number of rows. Other ranks' values
         are included only in the pass's last piece.
@@ -246,9 +246,9 @@ def _gather_scalar(
 ) -> Any:
     """Return a scalar metric of each rank, with its rows and its sum, as PassValues.
 
-    `values` are this rank's values, one per piece of a pass, and `rows` the pieces' numbers of
-    rows, by which their mean is weighted. `gather` collects tensors from all ranks. Ranks without
-    rows are left out.
+    `values` are this rank's values, one for each piece of a pass. `rows` are the pieces' numbers of
+    rows, by which the mean of the values is weighted. `gather` collects tensors from all ranks.
+    Ranks without rows are left out.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)

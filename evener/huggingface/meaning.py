@@ -121,13 +121,13 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, else
-    None. With passes, a loss that depends on gathered values is refused, because a pass gathers
-    values of fewer rows than the batch has.
+    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, and
+    otherwise None. With passes, a loss that depends on gathered values is refused, because a pass
+    gathers values of fewer rows than the batch has.
 
-    If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass, so that
-    all ranks have to compute the same passes. Therefore the first rank's comparisons decide for all
-    of them. If no rank has the gradient of a few rows, losses are compared.
+    If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass.
+    Therefore all ranks have to compute the same passes, and the first rank's comparisons decide for
+    all ranks. If no rank has the gradient of a few rows, losses are compared.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`, from losses alone if gradients can't be computed.
+        """Return the result of `_find`, which compares only losses if gradients can't be computed.
 
         Gradients can't be computed with reentrant activation checkpointing, which doesn't support
         `torch.autograd.grad`.
@@ -297,9 +297,9 @@ class LossFinder:
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
         """True if the losses of two computations differ only by rounding.
 
-        If the losses differ slightly, the effect of rounding is measured, because the precision of
-        their dtype doesn't show it: the sum of many rounded terms is much more precise than each of
-        them.
+        If the losses differ slightly, the effect of rounding is measured by repeating the reference
+        with random errors. The precision of the losses' dtype doesn't show that effect: the sum of
+        many rounded terms is much more precise than each of the terms.
         """
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
@@ -314,7 +314,10 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Compute the reference with random errors as large as rounding errors, if not done yet."""
+        """Compute the reference several times, with random errors as large as rounding errors.
+
+        The results are kept, so this is done only once.
+        """
         if not self._repeats:
             computation = self._computations.at_once(self._few)
             self._repeats = [
@@ -334,7 +337,7 @@ class LossFinder:
         """Compare training by shares with training on one device, on a few rows.
 
         Return the difference of the gradients and its cause. If the gradients agree, return the
-        difference of the losses and its cause; None if the losses agree, too.
+        difference of the losses and its cause. Return None if the losses agree, too.
         """
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
@@ -394,12 +397,12 @@ def _find_together(
 
     Every rank has to call this function. If `find` raises RequestError on any rank, it is raised on
     every rank. Any other error on a rank means that memory ran out, or that the program itself has
-    an error, which its first step will raise again. The rank prints the error as a warning and has
-    no result. With `keeps_launcher`, an error of the program raises RequestError on every rank
+    an error, which its first step will raise again. Such a rank prints the error as a warning and
+    has no result. With `keeps_launcher`, an error of the program raises RequestError on every rank
     instead, so that the program isn't trained by shares.
 
     With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
-    ranks wait for that rank's part of the model, and exit when it exits.
+    ranks wait for that rank's part of the model, and exit when that rank exits.
     """
     own = _find_alone(find, keeps_launcher, in_shards)
     every = [own]
@@ -436,8 +439,8 @@ def _find_alone(
 def _mask_some(few: FewRows) -> FewRows:
     """Return the rows with most labels of the first rows ignored, or unchanged if not needed.
 
-    Masking is needed if the first part's fraction of all labels is about the same as its fraction
-    of all rows, because means over rows and over labels would then be nearly equal.
+    It is needed if the first part has about the same fraction of all labels as of all rows. A mean
+    over rows would then be nearly equal to a mean over labels.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

@@ -188,10 +188,11 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return `path`, or None if the plan leaves out a device: such a plan isn't used, because the
-    program's global batch is meant for all devices. `devices` is the text of the option
+    Return `path`. Return None if the plan leaves out a device, because the program's global batch
+    is meant for all devices; such a plan isn't used. `devices` is the text of the option
     `--devices`. The environment variable RUN is set to `run` in the measuring process, so that a
-    guard can find the processes that it starts. Raises RequestError if no plan could be measured.
+    guard can find the processes that this process starts. Raises RequestError if no plan could be
+    measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable

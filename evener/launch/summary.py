@@ -143,10 +143,10 @@ def summarize_training(
 ) -> TrainingSummary | None:
     """Return the summary of a training run from its ranks' records; None if there are none.
 
-    `run` is the run's name, `end` is how it ended, and `labels` maps device ids to names.
-    `plan_samples_per_second` is used if the records have no rate of the plan; 0 means unknown.
-    `competitors` names programs that used cores which this run needed. `first` compares the first
-    shares with the last ones.
+    `run` is the run's name, `end` is how the run ended, and `labels` maps device ids to names.
+    `plan_samples_per_second` is used if the records don't have the plan's samples/s; 0 means
+    unknown. `competitors` names the other programs that used cores which this run needed. `first`
+    compares the first shares with the last ones.
     """
     if not records:
         return None

@@ -242,8 +242,8 @@ class Reporter:
         """Count a step like the last one that was reported; this is cheaper than `report`.
 
         Return False, and count nothing, if no step was reported yet. Only the thread that reports
-        may call this method. It doesn't wait for the lock, so a record that another thread makes
-        meanwhile may lack the samples of this step.
+        may call this method. The method doesn't wait for the lock, so if another thread makes a
+        record at the same time, that record may lack the samples of this step.
         """
         if self._last_call is None:
             return False

@@ -32,8 +32,8 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
     """Return the curve through each device's knots.
 
     If any device has fewer than two knots, compute times are assumed to be proportional to rows on
-    all devices. All devices then take equally long for their numbers in `rows`
-    (`proportional_curves`).
+    all devices. The curves then give each device the same time for its number of rows in `rows`;
+    see `proportional_curves`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -184,8 +184,8 @@ def _rows_of(
 ) -> tuple[dict[Share, int], dict[Share, int]]:
     """Return the rows of each share in `left`, and its rows per pass.
 
-    The rows are computed from the devices' curves or, if shares are fractions of cost or the curves
-    give no solution, divided in the proportions of the shares.
+    The rows are computed from the devices' curves. If the shares are fractions of cost, or the
+    curves give no solution, the rows are divided in the proportions of the shares instead.
     """
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)

@@ -245,9 +245,9 @@ def _file_of(kind: type) -> str:
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
     """Return the line before which to insert the suggested lines; 0 outside of any loop.
 
-    It is the first line of the outermost loop around the current line. If the script creates an
-    iterator over the loader before that loop, it is the line that does so. `body` is the frame's
-    parsed file, and `loader` the script's name for the loader.
+    The lines belong before the outermost loop around the current line. If the script creates an
+    iterator over the loader before that loop, they belong before the line that creates the
+    iterator. `body` is the frame's parsed file, and `loader` the script's name for the loader.
     """
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)
@@ -255,13 +255,13 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 
 
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
-    """Return how to rewrite a script's uses of the models' own methods, as text; "" if it has none.
+    """Return, as text, how to rewrite a script's uses of the models' own methods; "" if none.
 
-    A wrapped model no longer has these methods and attributes: DistributedDataParallel keeps the
-    model in its attribute `module`. `body` is the frame's parsed file, and `models` are the names
-    of the models. In the frame's own function, only uses from the line `inserted` on count. In
-    other functions, a variable of the same name is taken for the same model unless it is assigned
-    there.
+    A wrapped model no longer has these methods and attributes, because DistributedDataParallel
+    keeps the model in its attribute `module`. `body` is the frame's parsed file, and `models` are
+    the names of the models. In the frame's own function, only uses from the line `inserted` on
+    count. In other functions, a variable with the name of a model is taken for that model unless it
+    is assigned there.
     """
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]

@@ -142,6 +142,7 @@ def find_callback() -> str:
 def comes_from_rows(name: str) -> bool:
     """True if a collective's result may be computed from several ranks' rows.
 
-    False only for broadcasts, whose result comes from one rank. `name` is the function's name.
+    It is False only for broadcasts, whose result comes from one rank. `name` is the name of the
+    collective's function.
     """
     return name not in FROM_ONE

@@ -411,9 +411,10 @@ class _Complete:
 
 
 def _can_all_fill(call: ExchangeCall) -> bool:
-    """True if no rank gathers into a view of another tensor, which can't be resized.
+    """True if no rank of the call's group gathers into a view of another tensor.
 
-    Every rank has to call this function, even if only some ranks receive the gathered values.
+    Such a view can't be resized to other ranks' numbers of rows. Every rank has to call this
+    function, even if only some ranks receive the gathered values.
     """
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)

@@ -127,10 +127,10 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    That happens if the program's first process creates a group on this machine whose size isn't the
-    number of evener's ranks, but hasn't started any process for it. For example, the program's own
-    options may list fewer GPUs than evener has devices. `given` has the arguments of
-    `init_process_group`.
+    That happens if the program's first process creates a group on this machine without having
+    started any processes for it, and the group's size isn't the number of evener's ranks. For
+    example, the program's own options may list fewer GPUs than evener has devices. `given` has the
+    arguments of `init_process_group`.
     """
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -174,8 +174,8 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 def _read_start_environment(process: str) -> dict[str, str]:
     """Return the environment variables with which a process was started.
 
-    `process` is a process ID or "self". The result is empty if the process has exited or belongs
-    to another user.
+    `process` is a process ID or "self". The result is empty if the process has exited or belongs to
+    another user.
     """
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
@@ -200,11 +200,11 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _take_device(place: GroupRank) -> None:
-    """Set the device of this process, which evener didn't start, to the plan's device for its rank.
+    """Set this process's device to the device that the plan has for its rank.
 
-    If the number of processes differs from the plan's number of shares, the plan is ignored and the
-    program starts with even shares. If there are more processes than shares, several processes use
-    one device.
+    This is for a process that evener didn't start. If the number of processes differs from the
+    plan's number of shares, the plan is ignored and the program starts with even shares. If there
+    are more processes than shares, several processes use one device.
     """
     # these variables belong to the process that started this one
     if place.is_given and is_eveners_rank():
