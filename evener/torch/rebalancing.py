@@ -128,7 +128,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares by which the plan is recognized."""
+        """Return the current shares, and the plan's shares, to recognize the plan when loading."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
@@ -139,11 +139,11 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _summarize(self) -> RankTimes:
-        """Return the medians of this rank's step times in the window, without disturbed steps.
+        """Return the medians of this rank's step times in the window; disturbed steps don't count.
 
-        Compute time (own work) is 0 if it isn't known in any step; the rule then ignores it. It is
-        also 0 in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows after
-        memory ran out, because the allocator's cache is then empty and steps take far longer.
+        A compute time (own work) of 0 means that it is unknown, and the Rebalancer ignores it. This
+        is also the result in a window in which the rows per pass changed, and in SETTLING_WINDOWS
+        windows after memory ran out: the allocator's cache is then empty and steps take far longer.
         """
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
@@ -175,9 +175,9 @@ class Rebalancing:
     def _rows_that_fit(self) -> int:
         """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown.
 
-        More memory is left free if running out of it is more likely or can't be recovered from: if
-        rows have different lengths, or if the loop computes a batch at once, so that a pass can't
-        be repeated in smaller passes.
+        More memory is left free in two cases. If rows have different lengths, running out of memory
+        is more likely. If the loop computes a batch at once, running out of memory ends the
+        training, because a pass can't be repeated in smaller passes.
         """
         training = self._training
         rank, shares = training.rank, training.ranks
@@ -188,10 +188,10 @@ class Rebalancing:
         return rows * passes
 
     def _rows_of_several_passes(self) -> int:
-        """Return the most rows of a pass that fit in memory along with earlier passes' gradients.
+        """Return the maximum rows per pass if this rank computes its share in several passes.
 
-        The result is 0 if the number is unknown, or if this rank's share can't be
-        divided into more passes.
+        Memory must then also hold the gradients of earlier passes. Return 0 if the number is
+        unknown, or if this rank's share can't be divided into more passes.
         """
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0

@@ -147,10 +147,10 @@ class Split(PlannedTraining):
 
     @property
     def rows(self) -> int:
-        """The number of this rank's rows in the current batch that count in the gradient.
+        """The number of this rank's rows in the current batch, without a filler row.
 
-        It is 0 if this rank's only row is a filler row. Raises RequestError outside of a loop over
-        a loader.
+        It is 0 if this rank's only row is a filler row, which doesn't count in the gradient. Raises
+        RequestError outside of a loop over a loader.
         """
         batch = self.weights.current
         if batch is None:

@@ -42,8 +42,8 @@ def _is_current(stream: Any) -> bool:
 def _watch(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
     """Replace a method of the class `kind` so that timers know when the program waits in it.
 
-    `counts` returns True for an object whose calls of the method are such waits. By default, every
-    call is one.
+    `counts` is called with the object whose method is called, and returns True if the call is such
+    a wait. By default, every call is.
     """
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):

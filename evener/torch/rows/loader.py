@@ -39,11 +39,11 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `training` is False for validation. `tail` says in which batches the ranks have other weights
-    than in a full batch: None means in no batch, a number means only in the last batch, which has
-    that many rows, and any other object means that it may be any batch. `by_length` is True if rows
-    are assigned by length, so that a batch must not be cut into passes. `loader()` returns the
-    loader, or None if it no longer exists.
+    `training` is False for validation. `tail` tells which batches give ranks other weights than a
+    full batch does: None if no batch does; the number of rows in the last batch if only that batch
+    does; any other object if every batch may. `by_length` is True if rows are assigned by length;
+    a batch must not be cut into passes then. `loader()` returns the loader, or None if it no longer
+    exists.
     """
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
@@ -64,8 +64,8 @@ class Epoch:
     def leaves_one(self) -> bool:
         """True if the training loop may not have computed the epoch's last batch yet.
 
-        That is the case if the loop fetched the next epoch's first batch before
-        it computed this batch.
+        That is the case if the loop fetches the first batch of the next epoch before it computes
+        the last batch of this epoch.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
@@ -75,7 +75,7 @@ class StepListener:
     """The callbacks for a loader's steps; the methods of this base class do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called when an epoch begins, if its order or lengths of rows come from the user.
+        """Called when an epoch begins, if the user has given the order or the lengths of rows.
 
         `digest` is a digest of the order and lengths on this rank. A listener can compare the
         digests of all ranks, which must be equal.
@@ -429,13 +429,13 @@ class StepSampler:
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """A DataLoader over this rank's part of each global batch, for a trainer's loop.
 
-    The trainer sets `done` to the number of this epoch's batches that it has computed. With
-    `ahead`, each batch is fetched one step early, as in accelerate's loader: if a callback changes
-    the collator, the same batch is then the first to change with and without a plan. The callback
-    `begins` is called when a loop begins, and `asks` whenever the loop requests a batch, which
-    means that it has computed the previous one. `steps` is the batch sampler, and `options` are
-    passed to DataLoader. `load_state_dict` resumes in mid-epoch, also under other shares if the
-    global batch is the same.
+    `steps` is the batch sampler, and `options` are passed to DataLoader. The trainer sets `done` to
+    the number of this epoch's batches that it has computed. With `ahead`, each batch is fetched one
+    step early, as in accelerate's loader. If a callback changes the collator, the change then
+    begins with the same batch as without a plan. The callback `begins` is called when a loop
+    begins, and `asks` whenever the loop requests a batch, which means that it has computed the
+    previous one. `load_state_dict` resumes in mid-epoch. The shares may then differ, but not the
+    size of the global batch.
     """
 
     def __init__(

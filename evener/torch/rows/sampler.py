@@ -298,11 +298,11 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return which steps give ranks other weights than a full step (see `Epoch.tail`).
+        """Return which steps give ranks other weights than a full step does (see `Epoch.tail`).
 
         Return None if no step of the epoch does, and the number of rows in the last step if only
-        that step does. If any step may, return a new object, which doesn't equal that of another
-        epoch.
+        the last step does. If every step may, return a new object, which equals the result for no
+        other epoch.
         """
         if self.changes or self.is_by_length:
             return (
