@@ -114,7 +114,7 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def send_as_computed(self) -> None:
-        """From now on, send gradients in the dtypes in which they are computed, if it saves bytes.
+        """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
 
         Such gradients don't accumulate over backward passes, so each backward pass must then end in
         a reduction.
@@ -181,8 +181,8 @@ class Flat:
     def keep(self) -> None:
         """Leave the accumulated gradients in the buffer, because a later pass reduces them.
 
-        If a piece, which is this rank's part of a parameter, has no `.grad`, it gets one of zeros.
-        If the loop then calls zero_grad() too early, this is detected by the change of `.grad`.
+        A piece is this rank's part of a parameter. Pieces without a `.grad` get zeros. If the loop
+        then calls zero_grad() before the reduction, this is detected by the change of `.grad`.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
@@ -255,7 +255,8 @@ class Flat:
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
         """Return the gradient of this rank's shard; create it if there is none yet.
 
-        A new gradient is `made` or, without it, zeros. Each slot gets a view of its range in it.
+        A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its own range
+        of the gradient.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made

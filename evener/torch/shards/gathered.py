@@ -100,10 +100,11 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the pairs of (target, source) that copy this rank's elements to the block.
+        """Return pairs of tensors (target, source), to copy this rank's elements to the block.
 
-        `shard` has this rank's elements, which are the flat's elements from `start` to `stop`. If
-        this rank is measured without the others, its elements are repeated to fill each segment.
+        Copying each source to its target writes the elements. They are the flat's elements from
+        `start` to `stop`, and are in `shard`. If this rank is measured without the others, its
+        elements are repeated to fill each segment.
         """
         pairs = []
         for segment, typed in zip(self.segments, self._typed, strict=True):
@@ -132,7 +133,10 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the pairs of (target, source) that fill a tensor with copies of `own`."""
+    """Return pairs of tensors (target, source), to fill `target` with copies of `own`.
+
+    Copying each source to its target does this.
+    """
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

@@ -102,7 +102,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float) -> None:
-        """Take the gradients of the whole parameters, which are 0 if they are None.
+        """Take the gradients of the whole parameters; a gradient that is None counts as 0.
 
         `weight` is the weight of this rank's gradients. After this call, the parameters' own
         gradients aren't needed any more.
@@ -188,10 +188,11 @@ def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRan
 def _find_targets(
     slot: Slot, pieces: Sequence[Sequence[DtypeRange]], parts: dict[int, torch.Tensor]
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Return where the gradient of a parameter goes: ranges of its elements, and their places.
+    """Return where in the sent tensor the gradient of a parameter is copied to.
 
-    `pieces` has the dtype ranges of each rank's part, and `parts` has the parts themselves, by
-    rank.
+    Each item is (start, stop, target): the gradient's elements from `start` to `stop` are copied to
+    the tensor `target`. `pieces` has the dtype ranges of each rank's part, and `parts` has the
+    parts themselves, by rank.
     """
     found = []
     for rank, listed in enumerate(pieces):

@@ -36,7 +36,7 @@ class Slot:
     def is_kept(self) -> bool:
         """True if the gradient of this rank's piece is still the one that `keep` recorded.
 
-        It isn't if the loop has cleared or changed it. `keep` is called after a pass whose
+        False if the loop has cleared or changed the gradient. `keep` is called after a pass whose
         gradients a later pass reduces.
         """
         gradient = self.piece.grad

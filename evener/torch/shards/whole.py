@@ -178,8 +178,8 @@ class WholeParameters:
     def keep(self) -> None:
         """End a backward pass whose gradients are all-reduced after a later pass.
 
-        Until then, the `.grad` of each parameter is a view of the buffer. If the loop calls
-        zero_grad() too early, this is detected by the change of `.grad`.
+        Until then, the `.grad` of each parameter is a view of the buffer. If `.grad` has changed
+        before the all-reduce, the loop has called zero_grad() too early.
         """
         self.waits = True
         for slot in self.slots:
