@@ -161,9 +161,10 @@ class BatchTracker:
     def _list_candidates(self, training: bool) -> list[Epoch]:
         """Return the epochs that may contain the batch that is being computed.
 
-        Usually these are the training epochs that haven't ended. In evaluation mode, it is the
-        epoch of the validation. If all training epochs have ended, they are all returned; if there
-        are none, the newest epoch is returned.
+        Usually they are the training epochs that haven't ended. If all training epochs have ended,
+        all of them are returned. If there are no training epochs, the newest epoch is returned.
+        If the model is in evaluation mode and the newest epoch is a validation, only the newest
+        epoch is returned.
         """
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs:
@@ -175,10 +176,10 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches `data`, or None if the choice makes no difference.
+        """Return the batch that matches `data`, or None if it doesn't matter which batch that is.
 
         `epochs` are those that may contain the batch, and `match` selects the batches that match.
-        Raises RequestError if the batch is ambiguous and the choice makes a difference.
+        Raises RequestError if several batches are possible and they weight the ranks differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -215,9 +216,10 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if all batches in `possible` give each rank the same weight, now and later in the epoch.
+    """True if it doesn't matter which batch in `possible` is being computed.
 
-    `epochs` is the number of epochs that the batches may be from.
+    All of them must give each rank the same weight, and so must the batches after them, whichever
+    of the possible ones is chosen. `epochs` is the number of epochs that the batches may be from.
     """
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
@@ -251,7 +253,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if every weight is the same, whichever of these epochs the current batch is from."""
+    """True if the ranks' weights don't depend on which of these epochs the batch is from."""
     newest = epochs[-1].batches[-1]
     if not all(batch.can_share_backward(newest) for each in epochs for batch in each.batches):
         return False

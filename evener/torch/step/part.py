@@ -84,10 +84,11 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of `turn`: this part itself if `turn` has all of its rows.
+        """Return a part with the rows of the pass `turn`.
 
-        `turn` is a planned pass or, after it ran out of memory, some of its rows. A new part's
-        weight is in proportion to its rows, or to the result of `count` for them.
+        `turn` is a planned pass or, after the planned pass ran out of memory, some of its rows. If
+        `turn` has all rows of this part, this part itself is returned. Otherwise the weight of the
+        new part is in proportion to its rows, or to the result of `count` for these rows.
         """
         if turn.rows == self.rows:
             self.turn = turn

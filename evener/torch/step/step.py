@@ -293,9 +293,9 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Mark the current part as impossible to undo if its backward pass wasn't prepared.
+        """Record that the current part can't be undone if `open` wasn't called before.
 
-        Called when a backward pass starts. The part can be undone only if `open` was called before.
+        This method is called when a backward pass starts; `open` prepares for the backward pass.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True

@@ -342,8 +342,8 @@ class BatchWeights(BatchTracker):
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        The numbers have to be equal if ranks synchronize in each pass, as with a sharded model: the
-        rank that needs the most passes determines the number. Raises RequestError in that case if
+        The numbers have to be equal if ranks synchronize in each pass, as with a sharded model. The
+        rank that needs the most passes then determines the number, and RequestError is raised if
         the batch's rows are assigned by length.
         """
         if not self.equal_passes:

@@ -222,8 +222,8 @@ class Bucket:
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
         """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
 
-        If `counts` is True, a flag is 1 if its parameter has a gradient. `counts` is False if this
-        rank's weight is 0; all flags are then 0.
+        A flag is 1 if its parameter has a gradient. If this rank's weight is 0, `counts` is False
+        and all flags are 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -423,13 +423,13 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Saves the gradients of earlier passes while a pass runs that may have to be retried.
+    """Saves the gradients of earlier passes during a pass, because the pass may have to be retried.
 
-    If the results of rows depend on random draws or on one another (then `late` is True), all
-    gradients of a failed pass are dropped. Otherwise the gradients that the pass has already
-    computed are complete; `final` has the ids of their parameters, and the retry leaves them
-    unchanged. If `apart` is True, the gradients of earlier passes are set aside until the pass
-    ends.
+    `late` is True if the results of rows depend on random draws or on one another. In that case,
+    all gradients of a failed pass are dropped. Otherwise the gradients that the pass has already
+    computed are complete. `final` has the ids of their parameters, and the retry leaves these
+    gradients unchanged. If `apart` is True, the gradients of earlier passes are set aside until the
+    pass ends.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:

@@ -144,7 +144,7 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """Return each rank's number of rows in each batch that the current gradients come from."""
+        """Return each rank's rows for each of the batches that the current gradients come from."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
