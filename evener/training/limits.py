@@ -151,11 +151,11 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that a remedy can shorten.
 
-    If the duration of a step without the part was measured, it is `without_s`. Otherwise the
-    remedy is expected to shorten the step by `seconds` times `spared`. `remaining_s` is the
-    time that the usual remedy may leave or add. It isn't included in the gain's interval,
-    because it isn't known for other remedies. A part isn't reported if `remaining_s` would
-    reduce its gain to less than 5 %.
+    `without_s` is the duration of a step without the part, if that was measured. Otherwise the
+    remedy is expected to shorten the step by `seconds` times `spared`. `remaining_s` is the time
+    that the usual remedy may fail to remove, or may add to the step. This time is unknown for other
+    remedies, so the gain's interval doesn't include it. A part isn't reported if `remaining_s`
+    would reduce its gain to less than 5 %.
     """
 
     kind: LimitKind
@@ -174,9 +174,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
     """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
-    It is the smaller of two bounds. One is the fraction `relative` of the part. The other is the
-    fraction `left` of the rest of the step: the rest was measured, too, and is what remains when
-    the remedy removes the part, so its error limits the error of the part.
+    The result is the smaller of two bounds. One is the fraction `relative` of the part. The other
+    is the fraction `left` of the rest of the step, which is what remains when a remedy removes the
+    part. The rest was measured, too, and its error limits the error of the part.
     """
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
@@ -271,7 +271,10 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return how high the lower bound of a gain must be for a limit of this kind to be reported."""
+    """Return the minimum gain of a limit of this kind; limits with a smaller gain aren't reported.
+
+    The lower bound of a limit's gain is compared with it.
+    """
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
