@@ -65,7 +65,7 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows of a pass while `beside_bytes` of other memory are in use.
+        """Return the maximum rows of a pass while other memory of `beside_bytes` bytes is in use.
 
         The fraction `left` of the capacity stays free. Return 0 if peaks were recorded for fewer
         than two sizes of pass, because one size doesn't show how much memory a row needs.

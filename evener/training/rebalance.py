@@ -657,9 +657,9 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor has changed by more than half of a shift, starting from `usual`.
+    """True if a factor has moved more than half of the way from `usual` to its shifted value.
 
-    `shift` is the logarithm of the ratio between the factor after the shift and `usual`.
+    `shift` is the logarithm of the ratio between the shifted value and `usual`.
     """
     return math.log(factor / usual) / shift > 0.5
 

@@ -303,8 +303,8 @@ class RowAssigner(msgspec.Struct, frozen=True):
 
         Each rank gets at least one row if there are enough rows. Rows of equal length are divided
         in their order by the ratios of the shares, as if they had no lengths. Rows of different
-        lengths are sorted first, so that a pass has rows of similar length, because its cost is its
-        number of rows times the cost of its longest row.
+        lengths are sorted first, so that a pass has rows of similar length. The reason is that a
+        pass costs its number of rows times the cost of its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
