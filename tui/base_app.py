@@ -192,7 +192,8 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
     If `request.compare` is set, the session compares layouts of the families that it names, such as
-    splits or single devices. To resume a run, pass the arguments of `open_run` as `resumed`.
+    splits or single devices. To resume a run, also pass keyword arguments of `open_run`
+    (`resumed`), such as `resume`, the id of the run.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -325,8 +326,9 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a search on these devices, or resume a run that has the measurements `kept`.
 
-        To resume a run, pass the arguments of `open_run` as `resumed`. If a search is running
-        already, nothing happens. A read-only app shows a warning instead.
+        To resume a run, also pass keyword arguments of `open_run` (`resumed`), such as `resume`,
+        the id of the run. If a search is running already, nothing happens. A read-only app shows a
+        warning instead.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
