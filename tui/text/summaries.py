@@ -271,8 +271,8 @@ def verdict_lines(
     """Return the verdict and the next steps as lines.
 
     They are the recommendation and headline, the next `steps`, doubts about the measurements, the
-    verdict's other lines, why the search ended, and the plan's other warnings. Without a structured
-    verdict (`found`), its stored text `verdict` is used.
+    verdict's other lines, why the search ended, and the plan's other warnings. If there is no
+    structured verdict (`found`), the stored text `verdict` is used instead.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(

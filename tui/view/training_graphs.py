@@ -72,8 +72,8 @@ def training_graph_lines(
     """Return as many graphs of a training as fit in `size` (width in cells, height in lines).
 
     The graphs show at least the last `seconds` of `past`, whose readings are `interval_seconds`
-    apart. `samples` are the devices that the monitor sees. If they don't include any of the
-    training's devices, return a message instead. If there is no room, return an empty tuple.
+    apart. `samples` are the devices that the monitor sees. If none of them belongs to the training,
+    return a message instead. If there is no room, return an empty tuple.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
