@@ -323,9 +323,9 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
     """Return a warning about throttling, and whether it should be reported.
 
     `clean` are the undisturbed blocks, and `step` is their mean step time. The warning's value is
-    the fraction of the time in which devices report throttling. If the mean step time differs from
-    the blocks' median by a larger fraction, that is the value. If devices report throttling, the
-    warning names the most throttled one.
+    the larger of two fractions: the fraction of the time in which devices report throttling, and
+    the relative difference of the mean step time from the blocks' median. If devices report
+    throttling, the warning names the most throttled one.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent

@@ -264,8 +264,9 @@ class ChildProber:
     def _wants_closer_look(self, probe: Probe) -> bool:
         """True if the probe should also time steps without input and without a slow host.
 
-        These show the limits of the layout's step. They are measured once per layout, in its first
-        probe, if the layout may become the plan and its batches come from host memory.
+        The times of such steps show what limits the layout's speed. They are measured once per
+        layout, in its first probe, if the layout may become the plan and its batches come from host
+        memory.
         """
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -322,9 +323,9 @@ class ChildProber:
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        `clean` is True if no child of this layout is running. An unknown
-        number counts as 0. But if some numbers are unknown and all known ones are 0, return an
-        empty tuple.
+        `clean` is True if no child of this layout is running. An unknown number counts as 0. Return
+        an empty tuple if some numbers are unknown and all known ones are 0. The tuple is empty for
+        a pack too, because under MPS the memory counts as the daemon's.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -401,10 +402,10 @@ class ChildProber:
                 self._facts = msgspec.structs.replace(self._facts, link=link)
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
-        """Return the speed of an all-reduce between the group's ranks, as measured by the slowest.
+        """Return the speed of an all-reduce between the ranks, as the slowest rank measured it.
 
-        Its bytes per second are 0 if the workload doesn't measure it. Raises GroupError, with a
-        remedy, if the all-reduce hangs or its sums are wrong.
+        The speed is 0 bytes per second if the workload doesn't measure it. Raises GroupError, with
+        a remedy, if the all-reduce hangs or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
@@ -491,8 +492,8 @@ class ChildProber:
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """Return the positions of the devices on which a rank has failed.
 
-        If the rank's process drives several devices, it is the device that the error names. If it
-        names none, return an empty tuple.
+        If the rank's process drives several devices, only the device that the error names is
+        returned. If the error names no device, return an empty tuple.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)

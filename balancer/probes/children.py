@@ -335,8 +335,8 @@ class ChildGroup:
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
         """Return the failures of those `silent` ranks whose host was lost, by rank.
 
-        A silent rank hasn't replied. Its lost host is a failure too, and may be the reason why
-        another rank failed.
+        A silent rank hasn't replied. If its host was lost, this counts as a failure of the rank,
+        and may be the reason why another rank failed.
         """
         found = {}
         for rank in silent:

@@ -242,9 +242,9 @@ class ForkedChild(Protocol):
 
 
 class ChildServer(ABC):
-    """The requesting end of a process that forks children.
+    """The end of a socket that sends requests to a process that forks children.
 
-    `channel` is this end of the socket between the two. A thread reads the answers.
+    `channel` is this end of the socket. A thread reads the answers.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -338,7 +338,7 @@ class ChildServer(ABC):
 
 
 class BuiltServer(ChildServer):
-    """The requesting end of a copy that a child has left after building its workload.
+    """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
     copy's end of the channel, which is given to the child that builds. The copy exists once `alive`

@@ -306,7 +306,7 @@ class LinkGroup:
 
         `kind` is the type of the reply, and `task` names what the ranks are doing. If
         `late_seconds` is given, the other replies must follow the first one within that time.
-        Raises LinkError if a rank fails, or with the names of the ranks that didn't reply.
+        Raises LinkError if a rank fails. If replies are missing, the error names their ranks.
         """
         began = time.monotonic()
         until = began + seconds
@@ -385,7 +385,7 @@ class _RankProcess:
 
     @property
     def has_reply(self) -> bool:
-        """True if a whole reply was read together with an earlier one."""
+        """True if a whole reply was already read, together with an earlier one."""
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:

@@ -317,7 +317,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing, with the processes of others on the ranks' devices added to its parts.
+        """Return the timing with other programs' use of the ranks' devices added to its parts.
 
         A timing without parts is returned unchanged.
         """

@@ -281,7 +281,8 @@ class Worker:
     ) -> None:
         """Check the loss after `steps` steps, and report the steps to the monitor.
 
-        This isn't part of the timed block. `timed` is False if the steps didn't belong to one.
+        This isn't part of the timed block. `timed` is False if the steps didn't belong to a timed
+        block.
         """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
