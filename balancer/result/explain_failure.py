@@ -183,7 +183,7 @@ def _write_smallest_steps(
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """Return the positions of all devices whose probe had this outcome at least once."""
+    """Return the positions of all devices that took part in a probe with this outcome."""
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
@@ -246,8 +246,8 @@ def find_unfinished(
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
     """Return a phase in the user's terms, and the name of what is imported or built in it.
 
-    That is the workload, or the function that builds it. A built-in workload isn't built by a
-    function of the user, so it is said to be prepared.
+    The name is that of the workload or, while it is built, of the function that builds it. A
+    built-in workload isn't built by a function of the user, so its phase is called "preparing".
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload

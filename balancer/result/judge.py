@@ -339,9 +339,9 @@ def _choose_single(
     """Return the single device to compare the plan with; None if there is none.
 
     It is the single device that took part in the race, or another one that was faster at the same
-    batch. A device that was even faster than the plan isn't preferred, because it must have been
-    measured when the machine was faster. If no single device was in the race, it is the fastest of
-    `alone`, which has all devices alone.
+    batch. Another device isn't preferred if it was even faster than the plan, because it must have
+    been measured when the machine was faster. If no single device was in the race, return the
+    fastest of `alone`, which has all devices alone.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -382,9 +382,9 @@ def _describe_rival(
 ) -> Rival:
     """Return the verdict's entry for a layout that was compared with the plan.
 
-    If the layout is a single device, it is named after the device, otherwise `name`. `labels` has
-    the label of every device, and `alone` the solo measurements. If a device was faster in one of
-    these than in the race, the entry says so.
+    A layout with a single device is named after the device. Any other layout gets the name `name`.
+    `labels` has the label of every device, and `alone` the solo measurements. If a device was
+    faster in a solo measurement than in the race, the entry says so.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -514,8 +514,9 @@ def _find_cause(
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield each device that works but has no share in the plan, and why.
 
-    Usually, the reason is that the fastest split with this device isn't faster; its samples/s are
-    given. If no split with the device was measured near the plan's batch, this is the reason.
+    Usually, the reason is that even the fastest split with this device isn't faster than the plan;
+    the entry then has that split's samples/s. Otherwise, no split with the device was measured near
+    the plan's batch, and the entry says so.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -576,8 +577,8 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
     """Return the labels of the plan's devices that have no hardware for bfloat16.
 
-    Return an empty tuple if no device of the plan has such hardware, or if the training
-    uses another type.
+    Return an empty tuple if none of the plan's devices has such hardware, or if the training uses
+    another type.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs

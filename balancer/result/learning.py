@@ -71,8 +71,8 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
     """Return each measured batch that is faster than all smaller ones, in increasing order.
 
-    Each is given with its samples/s, and with their worth: the samples/s in small batches that
-    would train the model equally fast.
+    A batch is given with its samples/s and with a second, smaller rate: the samples/s in very small
+    batches that would train the model equally fast.
     """
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict

@@ -235,8 +235,8 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    On such a device, no probe has succeeded since the first failure. If earlier probes succeeded
-    there, it is returned only if it was lost or if the plan doesn't use it.
+    On such a device, no probe has succeeded since the first failure. A device on which earlier
+    probes succeeded is returned only if it was lost or if the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()

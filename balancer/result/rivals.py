@@ -160,8 +160,9 @@ def compare(
 ) -> ComparedLayout:
     """Compare a rival with the chosen layout.
 
-    They are compared by their samples/s; `interval` has the rival's. The gain is taken from the
-    turns of the race (`in_turn`) instead if the samples/s tie, or if they contradict the turns.
+    They are compared by their samples/s; `interval` is that of the rival's samples/s. The gain is
+    taken from the turns of the race (`in_turn`) instead if the samples/s tie, or if they contradict
+    the turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)

@@ -426,7 +426,8 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """Return, as text, the samples/s that the training would reach without a limit.
 
-    They were measured without it, or are predicted for the limit's remedy.
+    They were either measured without the limit, or are predicted for the case that its remedy is
+    applied.
     """
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))

@@ -96,11 +96,10 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return a layout's last measurement that also timed steps without a usual delay.
+    """Return a layout's last measurement that also timed steps without input or a slow host.
 
-    Such steps reused one batch, so that they didn't wait for input, or all their kernels were
-    enqueued before they began, so that they didn't wait for the host. Return None if there is no
-    such measurement.
+    Steps without input reused one batch. For steps without a slow host, all kernels were enqueued
+    before the step began. Return None if there is no such measurement.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -278,7 +277,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
     """Return the seconds per step that would be saved if a batch had twice as many rows.
 
-    They are counted for the same number of rows. `waits_s` is the part of the step in which the
+    The saving is for as many rows as a step has now. `waits_s` is the part of the step in which the
     device waits for its host. With twice the rows, the host takes as long as before, and the device
     twice as long.
     """
