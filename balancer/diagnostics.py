@@ -339,10 +339,10 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts of the Ray cluster at `address` whose devices `spec` names.
+    """Check those hosts of a Ray cluster that have the devices named in `spec`.
 
-    The software, the versions, the ports and the devices of these hosts are checked. A host that
-    can't be reached becomes a failed check.
+    `address` is the cluster's address. The software, the versions, the ports and the devices of
+    these hosts are checked. A host that can't be reached becomes a failed check.
     """
     terms = parse_request(spec)
     try:
@@ -477,7 +477,8 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
     """Try to connect from every host to every other, and return the connections that fail.
 
-    Each has the host that connects, the address and port of the other, and the reason.
+    A failed connection is given as the host that connects, the address and port of the other host,
+    and the reason why it fails.
     """
     with ExitStack() as stack:
         listeners = {

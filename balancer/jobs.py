@@ -196,10 +196,10 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Check this machine, and return notes on its devices that other programs use.
+    """Check this machine, and return notes on those of its devices that other programs use.
 
-    Raises RequestError if the framework isn't installed or can't use the devices, and DeviceError
-    if other programs hold the memory of all of them.
+    Raises RequestError if the framework isn't installed or can't use the devices. Raises
+    DeviceError if other programs hold the memory of all devices.
     """
     if framework != "none" and find_spec(framework) is None:
         raise RequestError(
@@ -326,11 +326,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Make a job as `make_job` does, with the layouts to compare on these devices.
+    """Make a job that compares layouts on these devices.
 
-    `layouts` are names of families; None for all. `knobs` are names of options to try. If a family
-    or a knob is impossible here, `request.compare.left_out` of the job says so. Raises RequestError
-    for unknown names, or if no layout is possible.
+    It is made as by `make_job`. `layouts` are names of families; None for all. `knobs` are names of
+    options to try. If a family or a knob is impossible here, `request.compare.left_out` of the job
+    says so. Raises RequestError for unknown names, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -387,11 +387,12 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Make a job as `make_job` does, whose search also measures the best layout with each knob.
+    """Make a job whose search also measures the best layout with each of these knobs.
 
-    Only the knob `workers` can be requested here. With it, several numbers of loader worker
-    processes are tried. If that isn't possible on these devices, `request.compare.left_out` of the
-    job says so. Raises RequestError for any other name.
+    Apart from that, the job is like one from `make_job`. A knob is a tuned option. Only `workers`
+    can be requested here: several numbers of loader worker processes are tried. If that isn't
+    possible on these devices, `request.compare.left_out` of the job says so. Raises RequestError
+    for the name of any other knob.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)

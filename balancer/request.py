@@ -115,7 +115,7 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 def allows_passes(request: Request, framework: str) -> bool:
     """True if a share may be computed in several passes with gradient accumulation.
 
-    The request must allow it. It isn't possible with XLA, nor if TensorFlow takes its input
+    The request must allow it. Passes aren't possible with XLA, or if TensorFlow takes its input
     from the device.
     """
     from_device = framework == "tensorflow" and request.input == "device"

@@ -118,10 +118,11 @@ def begin(job: Job) -> OpenRun:
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
     """Resume the run named `name`.
 
-    The run keeps its original request. Only `pace` and `share` are taken from `request` and,
-    if they are given, the budget and the Ray address. If `extend_seconds` is given, the budget is
-    the time already spent plus these seconds. Raises RequestError if the run is in progress, if
-    nothing could be measured, or if it was measured with another request or on other devices.
+    The run keeps its original request, except for `pace` and `share`, which are taken from
+    `request`. The budget and the Ray address are taken from it too if they are given. If
+    `extend_seconds` is given, the budget is the time already spent plus these seconds. Raises
+    RequestError if the run is in progress, if nothing could be measured, or if it was measured with
+    another request or on other devices.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:

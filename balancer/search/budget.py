@@ -157,9 +157,9 @@ class Budget:
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
-        There is a second condition: `seconds` may be only a limited part of the time left, and a
-        smaller part if `after` isn't 0. It doesn't apply if steps of `step_seconds` are so slow
-        that a probe times only one, because there is no time for many probes anyway.
+        Also, `seconds` must be at most a fixed part of the time left, which is smaller if `after`
+        isn't 0. This second condition doesn't apply if steps of `step_seconds` are so slow that a
+        probe times only one, because there is no time for many probes anyway.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -174,8 +174,8 @@ class Budget:
     def is_cheap(self, seconds: float) -> bool:
         """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
 
-        Such a probe may run even if no gain is expected from it. After the race of a search without
-        a budget, the result is always False, because any probe would be cheap.
+        A probe that is so short may run even if no gain is expected from it. After the race of a
+        search without a budget, the result is always False, because any probe would be cheap.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
