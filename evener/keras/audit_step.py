@@ -538,9 +538,9 @@ def _not_rewritten() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores attributes of the model, its layers and its loss on exit.
 
-    Attributes that hold tensors or plain values are restored. The context's value is a dictionary
-    that is filled on exit: it then has the plain values that were changed, by the names of layer
-    and attribute, as they were before they were restored.
+    Attributes that hold tensors or plain values are restored. The context provides a dictionary,
+    which is empty until exit. It then says which plain values had changed: it has their changed
+    values, by the names of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

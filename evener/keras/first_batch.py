@@ -20,7 +20,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     """Return the first batch, and a replacement for `batches` that still includes it.
 
     Up to `steps` batches are read ahead, because Keras runs that many steps in one call. The first
-    batch is None if there is none, or if the iterator has elements that aren't tensors.
+    result is None if there is no batch, or if the iterator has elements that aren't tensors.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))

@@ -96,9 +96,9 @@ class FitHooks:
     def _step_of(self, name: str) -> Any:
         """Return the replacement for the model's step `name`, such as "train_step".
 
-        It is the engine's step if the user doesn't override the model's step, or if the engine
-        doesn't split. A `train_step` that the user overrides runs around the engine's step. Any
-        other overridden step runs unchanged.
+        If the user doesn't override the step, or if the engine doesn't split, the replacement is
+        the engine's step. If the user overrides `train_step`, that step runs around the engine's
+        step. Any other overridden step runs unchanged.
         """
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
@@ -124,7 +124,8 @@ class FitHooks:
     def _timed(self, name: str, method: Any) -> Any:
         """Return a method like `method` whose duration is recorded under `name`.
 
-        The duration then counts as "files", for example, and not as time between two steps.
+        For example, the time for writing files is then recorded as "files", and doesn't count as
+        time between two steps.
         """
 
         @functools.wraps(method)

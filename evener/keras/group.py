@@ -216,10 +216,10 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 
 
 def check_options(options: Mapping[str, bool], group: Group) -> None:
-    """Raise RequestError, in all processes, if an option differs between them.
+    """Raise RequestError, in all processes, if their Splits have different options.
 
-    `options` are the options of this process's Split. Every process of
-    `group` must call this function.
+    `options` are the options of this process's Split. Every process of `group` must call this
+    function.
     """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     said = [each.numpy() for each in group.sum_now(own)]
@@ -267,7 +267,7 @@ def digest_batch(data: Any) -> BatchDigests:
 def _digest_rows(data: Any) -> Any:
     """Return a hash of these tensors.
 
-    Of tensors with more than `FEW` elements per row, only row 0 counts, to save time.
+    To save time, only row 0 of a tensor is hashed if its rows have more than `FEW` elements.
     """
     return digest(
         [
@@ -284,8 +284,8 @@ def _leaves(data: Any) -> list[Any]:
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
     """Check that all processes have the same first batch, number of rows and settings.
 
-    `data` are the arrays and `size` is the batch size. Raises RequestError in every process if they
-    differ. Does nothing if `group` is None.
+    `data` are the arrays and `size` is the batch size. Raises RequestError in every process if any
+    of these differ. Does nothing if `group` is None.
     """
     if group is None:
         return

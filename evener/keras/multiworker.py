@@ -222,7 +222,7 @@ class Workers:
         return found if steps else ()
 
     def predict_step(self, data: Tensors) -> Tensors:
-        """Return the outputs of a whole batch, in each process."""
+        """Return the outputs of a whole batch; each process computes all of them."""
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
@@ -392,7 +392,7 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return (state, kind) of each state that the rows of all processes change together."""
+        """Return (state, kind) of each state whose change comes from the rows of all processes."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]
@@ -543,10 +543,10 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 class StepMetrics:
     """The metrics of one step in which this process computes a part of the batch's rows.
 
-    Create this object before the model is called on these rows, because it reads the metrics'
-    states. This process computes `size` of the `rows` rows, from row `start` on. If states have
-    changed in this step already, `before` has their values from before the step, by the states'
-    ids.
+    Create this object before the model is called on these rows, because the object reads the
+    metrics' states. This process computes `size` of the `rows` rows, from row `start` on. If states
+    have already changed in this step, `before` has the values that they had before the step, by the
+    states' ids.
     """
 
     def __init__(

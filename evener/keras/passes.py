@@ -154,8 +154,8 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
     """Assign the states that the calls of all devices updated.
 
     `calls` has, for each call, its fraction of the rows and its updates. Changes of averaged states
-    are averaged by rows, and changes of summed states are summed. A chained state gets the last
-    call's value, any other state the first call's value.
+    are averaged by rows, and changes of summed states are summed. A chained state gets the value of
+    the last call, and any other state gets the value of the first call.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -190,8 +190,8 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """Return how several devices' values of each state are combined, by the state's id.
 
-    `found` has what was measured for some states. Other states are averaged by rows if they are
-    floating-point numbers, and otherwise assumed to be the same on all devices.
+    `found` has the kinds that were measured for some states. Other states are averaged by rows if
+    they are floating-point numbers; otherwise they are assumed to be the same on all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):

@@ -149,7 +149,7 @@ class Split:
     def shares(self) -> tuple[int, ...]:
         """The number of samples of a full global batch for each computing device.
 
-        Without a global batch, they are the ratios as whole numbers.
+        Without a global batch, the shares are the ratios as whole numbers.
         """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
@@ -160,8 +160,8 @@ class Split:
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
         """Create a model on the first device, and make it train on the split's devices.
 
-        `make_model` is a function that returns a compiled model. If it is a model, it
-        is passed to `model` directly.
+        `make_model` is a function that returns a compiled model. A compiled model is accepted, too,
+        and is passed to `model`.
         """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)

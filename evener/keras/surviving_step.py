@@ -108,8 +108,8 @@ class SurvivingStep:
     def _trace(self, spec: Any, data: Tensors) -> None:
         """Trace both graphs for batches of this type and any number of rows.
 
-        `spec` is the type of the batches; if it is None, it is derived from the batch `data`. Does
-        nothing if the graphs are already traced for this type.
+        `spec` is the type of the batches. If it is None, the type is derived from the batch `data`.
+        Does nothing if the graphs are already traced for the type.
         """
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:
