@@ -130,7 +130,10 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs compute on a device; "" if none do or it is unknown."""
+    """Return a message if other programs compute on a device.
+
+    Return "" if none do, or if the driver doesn't report it.
+    """
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)

@@ -283,8 +283,9 @@ def _number_devices(
 ) -> dict[int, Device]:
     """Return the device for each index in `bare`, which are indices of the training's framework.
 
-    `seen` are the devices on which the driver reports the process. If there are as many of them as
-    indices, they are matched in order. Otherwise the indices are taken to be the driver's.
+    `seen` are the devices on which the driver reports the process. If there are as many such
+    devices as indices, the two are matched in order. Otherwise the indices are taken to be the
+    driver's.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

@@ -96,9 +96,9 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Exit soon after the raylet that started this process has exited, because Ray doesn't kill it.
+    """Exit soon after the raylet that started this process has exited.
 
-    The child processes of this process exit with it.
+    Ray doesn't end this process in that case. The child processes of this process exit with it.
     """
     parent = os.getppid()
     while os.getppid() == parent:
@@ -217,7 +217,7 @@ class Agent:
     def hold_cpus(self, wanted: float) -> float:
         """Reserve `wanted` CPUs of the node, or as many as other jobs leave free.
 
-        Return how many of the wanted CPUs couldn't be reserved.
+        Return the number of wanted CPUs that couldn't be reserved.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus

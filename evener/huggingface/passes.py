@@ -176,7 +176,8 @@ class TrainerPasses:
     def note(self, loss: Any) -> None:
         """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass.
 
-        Such a pass can't be retried in pieces, because its gradients can't be undone.
+        A backward pass that evener didn't start can't be retried in pieces, because its gradients
+        can't be undone.
         """
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())

@@ -94,8 +94,9 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
     """Load the optimizer's state from a checkpoint of a sharded training, if `folder` has one.
 
-    The trainer's model isn't sharded. transformers can't read the state that a sharded training has
-    saved, and would continue with a new optimizer. If `folder` is None, nothing is loaded.
+    This is for a trainer whose own model isn't sharded. transformers can't read the state that a
+    sharded training has saved, and would continue with a new optimizer. If `folder` is None,
+    nothing is loaded.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return

@@ -207,8 +207,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """Return an evaluation loader that gives whole batches to the ranks in turn.
 
-        The batches are those of a single process. With `is_training`, return the class's own
-        loader.
+        The batches are the same as in a training with a single process. With `is_training`, return
+        the class's own loader.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
@@ -222,11 +222,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the passes of an optimizer step and the number of its items over all ranks.
+        """Return the passes of an optimizer step, and the number of its items over all ranks.
 
-        The result has a list of passes for each of the `num_batches` global batches. The filler row
-        of a rank without rows is computed with weight 0. The number of items is None if the trainer
-        doesn't count items.
+        The first result has a list of passes for each of the `num_batches` global batches. A rank
+        without rows has a pass with a filler row, which is computed with weight 0. The number of
+        items is None if the trainer doesn't count items.
         """
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
@@ -393,10 +393,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss, times the weight of the pass except in an evaluation.
+        """Return the class's own loss, multiplied by the weight of the pass.
 
-        Attributes that the class sets while it computes the loss are kept only in the batch's last
-        pass, so that they are set once per batch.
+        In an evaluation, the loss isn't weighted. Attributes that the class sets while it computes
+        the loss are kept only in the batch's last pass, so that they are set once per batch.
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
