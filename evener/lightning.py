@@ -471,7 +471,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Prepare the gradient exchanges for a backward pass from this loss.
 
         This is necessary only in manual optimization, in which the backward pass runs within
-        training_step. If DistributedDataParallel sums gradients itself, do the same as DDPStrategy.
+        training_step. If DistributedDataParallel sums the gradients, this method does the same as
+        that of DDPStrategy.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -511,8 +512,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks as DDPStrategy does.
 
-        Within a pass, the tensor is a logged metric. The result is then the metric of the global
-        batch, over the passes up to this one.
+        Within a pass, the tensor is a logged metric. The result is then the metric over the passes
+        of the global batch that have been computed so far.
         """
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)

@@ -158,8 +158,8 @@ class RemoteLaunch:
     """The training run's launch on one host, as seen from this process.
 
     `training` is the HostLaunch on that host. A thread prints the launch's output until the launch
-    ends. `code` is the exit code, None until then. `lost` is True if the host can no longer be
-    reached. After `end`, the launch has `end_seconds` to exit.
+    ends. `code` is the launch's exit code; it is None until the launch has ended. `lost` is True if
+    the host can no longer be reached. After `end`, the launch has `end_seconds` to exit.
     """
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:

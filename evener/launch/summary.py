@@ -73,7 +73,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """The initial shares of a training run, compared with those at its end.
+    """The first shares of a training run, compared with the last ones.
 
     0 stands for an unknown value.
     """

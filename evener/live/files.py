@@ -178,8 +178,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders in which reports may be, the preferred one first.
 
-    If EVENER_LIVE_DIR is set, it is the only one. Otherwise the user's runtime folder, which is
-    usually in memory, comes before the state folder.
+    If EVENER_LIVE_DIR is set, reports are only in the folder that it names. Otherwise the user's
+    runtime folder, which is usually in memory, comes before the state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -279,8 +279,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 def _read_small(name: str, folder: int) -> bytes:
     """Return the content of the file `name` in the folder with the descriptor `folder`.
 
-    At most one byte more than the size limit is read. The result is empty unless it is a regular
-    file that only this user can access.
+    At most one byte more than the size limit is read. The result is empty unless the file is a
+    regular file that only this user can access.
     """
     # a pipe must not block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -293,7 +293,7 @@ def _read_small(name: str, folder: int) -> bytes:
 def _read_record(name: str, folder: int) -> LiveRecord | None:
     """Return the record in the file `name` of the folder with the descriptor `folder`.
 
-    Return None unless it is a small and well-formed file that only this user can access.
+    Return None unless the file is small, well-formed and accessible to this user only.
     """
     try:
         return parse_record(_read_small(name, folder))

@@ -224,9 +224,9 @@ class TrainingJournal:
     ) -> None:
         """Note that `step` steps have ended by `at_s`; add an entry if the window is long enough.
 
-        `at_s` is in monotonic seconds. `sums` returns the first rank's current sums, and `quick` a
-        low percentile of the step times since its last call, in seconds. Entries stay in memory
-        until the next report is recorded, because writing may be slow.
+        `at_s` is in monotonic seconds. `sums` returns the first rank's sums up to now. `quick`
+        returns a low percentile of the step times since its last call, in seconds. Entries stay in
+        memory until the next report is recorded, because writing may be slow.
         """
         self._core.sample(at_s)
         if self._window is None:

@@ -21,11 +21,11 @@ def check_fit(
 ) -> tuple[str, ...]:
     """Return a warning for each difference between `plan` and this training run.
 
-    `devices` are the ids of the available devices, `world` is the number of processes,
-    `workload_digest` is the model's digest, `framework` is the name of the framework, and
-    `global_batch` is the number of samples per step if it differs from the plan's. Arguments that
-    are None aren't checked. Raises PlanError if the training run can't use the plan at all or, with
-    `strict`, if there is any warning.
+    `devices` are the ids of the available devices, and `world` is the number of processes.
+    `workload_digest` is the model's digest, and `framework` the framework's name. `global_batch` is
+    the number of samples per step if it differs from the plan's. Arguments that are None aren't
+    checked. Raises PlanError if the training run can't use the plan at all. With `strict`, any
+    warning raises PlanError, too.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
