@@ -42,9 +42,8 @@ Curve = Annotated[Points, Meta(min_length=2)]
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of the synchronization time per step that isn't hidden by computation, in ms.
 
-    Within a host, it is the sum of `base_ms`, and of `per_device_ms` for each device after the
-    first. If there are several hosts, `network_ms` is added, and `per_host_ms` for each host after
-    the first.
+    Within a host, it is `base_ms`, plus `per_device_ms` for each device after the first. With
+    several hosts, `network_ms` is added once, and `per_host_ms` for each host after the first.
     """
 
     base_ms: Amount = 0.0
@@ -55,8 +54,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return the seconds per step for synchronizing; 0 for one device.
 
-        `devices` is the number of devices with samples, and `hosts` the number of hosts
-        they are on.
+        `devices` is the number of devices with samples, and `hosts` the number of hosts with such
+        devices.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0

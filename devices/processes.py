@@ -159,9 +159,9 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 def send_signal(row: ProcessSample, name: str) -> None:
     """Send the signal `name`, such as "TERM" for SIGTERM, to the process of this row.
 
-    Raises RequestError if the process has ended, if its pid now belongs to another process, or if
-    this user may not signal it. A pidfd is held while the start time and owner are checked, so that
-    the pid can't be reused meanwhile.
+    The start time and owner of the process are checked first. A pidfd is held during the check, so
+    that the pid can't be reused meanwhile. Raises RequestError if the process has ended, if its pid
+    now belongs to another process, or if this user may not signal it.
     """
     if row.host:
         raise RequestError(

@@ -38,9 +38,8 @@ log = logging.getLogger(__name__)
 class Sampler:
     """Samples a source at regular intervals, and calls the subscriber with each snapshot.
 
-    The samples are taken, and the subscriber is called, in threads of the sampler. The subscriber
-    gets one call at a time. Ticks are at whole intervals from the start, and ticks missed by a slow
-    source are skipped.
+    Both happen in threads of the sampler. The subscriber is never called by two threads at once.
+    Ticks are at whole intervals from the start, and ticks missed by a slow source are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:

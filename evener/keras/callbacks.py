@@ -94,10 +94,10 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks of this process for a `fit`, with `GroupSync` as the last one.
 
-    `given` is the argument of `fit`. Only the first process writes files: other processes lose the
-    callbacks in WRITERS, and their ModelCheckpoint only updates its best value. If a callback of
-    any process may stop the training within an epoch, the processes check after each batch whether
-    one of them has stopped.
+    `given` is the argument of `fit`. Only the first process writes files. Therefore the other
+    processes lose the callbacks in WRITERS, and their ModelCheckpoint only updates its best value.
+    If a callback of any process may stop the training within an epoch, the processes check after
+    each batch whether one of them has stopped.
     """
     group = engine.group
     own = keras.tree.flatten(

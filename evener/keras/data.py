@@ -117,10 +117,10 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad outputs to the number of steps of x, because their rows were cut to fewer steps.
+    """Pad outputs to the number of steps of x.
 
-    Only outputs whose number of steps is unknown in the graph are padded; their masks exclude the
-    padding.
+    This is for outputs of rows that were cut to fewer steps. Only outputs whose number of steps is
+    unknown in the graph are padded. Their masks exclude the padding.
     """
     whole = _count_steps(x)
 
@@ -144,8 +144,8 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 def check_padding(model: Any, batch: AssignedArrays) -> None:
     """Check that padding of rows doesn't change what is learned.
 
-    Raises RequestError unless a row of the batch gives the same outputs without its padding, and
-    the loss ignores the padding.
+    Raises RequestError if a row of the batch gives other outputs without its padding, or if the
+    loss doesn't ignore the padding.
     """
     if model.run_eagerly:
         raise RequestError(
@@ -430,8 +430,8 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """True if these are the shapes of single samples, which lack the batch axis of each input.
 
-    If the first axes of all shapes have no fixed length, they may be batch axes nevertheless. The
-    result is then True only if an input has another axis without a fixed length.
+    If the first axis of every shape has no fixed length, these axes may be batch axes nevertheless.
+    In that case, the result is True only if an input has another axis without a fixed length.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -443,8 +443,9 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
     """Return whether these are shapes of batches (True) or of single samples (False).
 
-    The first axes of batches all have an unknown length. Those of a single sample may differ in
-    length, because they aren't numbers of rows. Return None if the shapes show neither.
+    In batches, the first axis of every shape has an unknown length. In a single sample, the first
+    axes may differ in length, because they aren't numbers of rows. Return None if the shapes show
+    neither.
     """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:

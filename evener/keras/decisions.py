@@ -137,10 +137,11 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
 
-    Adding an amount to a comparison's left side changes its margin, which is left minus right side.
-    For each comparison, `margins` has the margins of the whole batch, and `apart` the largest
-    distances of its parts' margins from them. The amounts move a margin to half of that distance
-    above 0, then below 0. Where the batch and its parts agree, they are 0.
+    A margin is left minus right side, so adding an amount to the left side changes the margin. For
+    each comparison, `margins` has the margins of the whole batch. `apart` has the largest distances
+    between these margins and those of the batch's parts. The amounts move a margin to half of its
+    distance above 0, then to half of it below 0. Where the batch and its parts agree, the amounts
+    are 0.
     """
     for side in (0.5, -0.5):
         yield [

@@ -454,8 +454,8 @@ class Workers:
         """Return the sums of `tensors` over the processes, and record all compute times.
 
         The processes' compute times and the digests of their batches are sent in the same
-        collective, converted to the type `kind`. `times` has the time at which this process's step
-        began, and the time at which its tensors were ready.
+        collective as the tensors, converted to the type `kind`. `times` has the time at which this
+        process's step began, and the time at which its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels
