@@ -74,8 +74,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         """Set the PlannedTraining and its options, and reset the strategy's state.
 
-        The arguments are those of the class. `__init__` calls this method, and so does code that
-        creates a strategy without `__init__`.
+        The arguments are described by the class. `__init__` calls this method, and so does code
+        that creates a strategy without calling `__init__`.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -483,10 +483,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the optimizer's step; before the first one, check that its state fits in memory.
+        """Run the optimizer's step; before the first one, check that the optimizer's state fits.
 
-        `closure` computes the batch, after which the step is audited if an audit is due. Raises
-        DeviceError, before any weight changes, if the optimizer's state won't fit.
+        `closure` computes the batch. After that, the step is audited if an audit is due. Raises
+        DeviceError, before any weight changes, if the optimizer's state won't fit in memory.
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times

@@ -101,8 +101,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         """The names of this host's processes, for their output; empty if there is only one process.
 
-        They are "rank 0" and so on or, with several hosts, device labels, because a host doesn't
-        know the ranks of its processes.
+        The names are "rank 0" and so on. With several hosts, they are device labels instead,
+        because a host doesn't know the ranks of its processes.
         """
         if len(self.processes) < 2:
             return ()

@@ -106,8 +106,8 @@ def named_output(
     """Return a context that provides each process's files for standard output and error.
 
     `names` are the names of the processes. Each line that a process writes to its files is printed
-    here, with its name as a prefix once `has_several` has returned True. All output is printed by
-    the end of the context.
+    here. Once `has_several` has returned True, the process's name is printed before each line. All
+    output is printed by the end of the context.
     """
     # a marker, as descendants of the processes may keep the pipes open
     end = secrets.token_bytes(16)
@@ -141,7 +141,7 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Return the process's name as a prefix, or b"" while there has been only one process."""
+        """Return the process's name as a prefix; b"" if there has been only one process so far."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 

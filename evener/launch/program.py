@@ -309,8 +309,8 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     """Save the final shares of a training run as a plan next to its journal.
 
     `plan` is the plan with which the run started, and `notes` are the notes of its ranks. Return
-    the path of the saved plan, or None if the program wasn't trained by shares or a rank's device
-    isn't known.
+    the path of the saved plan. Return None if the program wasn't trained by shares, or if a rank's
+    device isn't known.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None
@@ -354,7 +354,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 def list_events(notes: Sequence[RankNote]) -> list[str]:
     """Return lines for the final report from the ranks' notes.
 
-    They are about passes that ran out of memory and about the gradient noise scale.
+    The lines say how many passes ran out of memory, and what the gradient noise scale is.
     """
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []

@@ -37,9 +37,9 @@ _cache: _Cache | None = None
 def metrics() -> dict[str, float]:
     """Return the metrics of this process's training run, named `evener/NAME`.
 
-    They can be passed to `wandb.log` and similar functions. They cover the ranks on this machine.
-    The result is empty until the first report, about half a second after the start. Metrics without
-    a measurement are left out; docs/trackers.md lists all of them. Files are read at most twice a
+    They can be passed to `wandb.log` and similar functions, and cover the ranks on this machine.
+    The result is empty until the first report, about half a second after the start. A metric that
+    wasn't measured is left out; docs/trackers.md lists all metrics. Files are read at most twice a
     second, however often this function is called.
     """
     global _cache

@@ -221,9 +221,9 @@ class Reporter:
     ) -> None:
         """Count one optimizer step on `samples` samples, and write a report if it is due.
 
-        The other arguments are described by `evener.report`. A step that isn't `timed`, for
-        example because it compiles, is left out of samples/s. `tokens` are the step's token
-        counts without and with padding.
+        The arguments up to `batches` are described by `evener.report`. If a step isn't `timed`, for
+        example because it compiles, it is left out of samples/s. `tokens` are the step's numbers of
+        tokens without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)

@@ -153,9 +153,10 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """Return the stack frame whose variables the message names; None if no frame has them.
 
-    `weights` has the ids of the optimizer's parameters. The result is the outermost frame of the
-    program's own code with variables for both the loader and a trained model, or otherwise for one
-    of the two. Lines inserted in the outermost frame run once, before all epochs.
+    `weights` has the ids of the optimizer's parameters. Only frames of the program's own code
+    count. The result is the outermost frame that has variables for both the loader and a trained
+    model. If there is none, it is the outermost frame with a variable for one of the two. Lines
+    inserted in the outermost frame run once, before all epochs.
     """
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
@@ -179,10 +180,11 @@ def _collect_weights(names: Mapping[str, Any]) -> set[int]:
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the script's name for a DataLoader; "" if it has none, or if the loader is None.
+    """Return the script's name for a DataLoader.
 
-    If an object of a library, such as timm, holds the DataLoader in its attribute `loader`, the
-    name has two parts, for example "train_loader.loader".
+    Return "" if the script has no name for it, or if the loader is None. If an object of a library,
+    such as timm, holds the DataLoader in its attribute `loader`, the name has two parts, for
+    example "train_loader.loader".
     """
     if loader is None:
         return ""

@@ -314,7 +314,7 @@ def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
     """True if the call exchanges a scalar that equals `rows`, the rank's number of rows.
 
-    False for a single row, because many other values also equal 1.
+    The result is False if `rows` is 1, because many other values also equal 1.
     """
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(each.detach()) == rows for each in numbers)
@@ -327,8 +327,8 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line in the program's own code that calls a collective.
 
-    The search starts at `frame`, the caller of the hook. The result is, for example,
-    "train.py:12"; it is "" if a library in LIBRARIES makes the call.
+    The search starts at `frame`, the caller of the hook. An example is "train.py:12". The result is
+    "" if a library in LIBRARIES makes the call.
     """
     while frame is not None and is_between(frame):
         frame = frame.f_back

@@ -70,19 +70,19 @@ class Guard(Recorder):
     """Records how a batch's loss is computed, and checks whether shares would change the result.
 
     After the first backward pass, `fault` explains why shares would change what the model learns,
-    or why this can't be determined; it is empty if shares change nothing. `measured` is True if the
+    or why this can't be determined. It is empty if shares change nothing. `measured` is True if the
     rows were computed in equal parts and in parts by shares, and the results differ.
 
-    `few` returns a few rows of the batch, collated as the shares would collate them, or None if
-    rows should be cut from the batch instead. `rows` is the number of rows that the loader took for
-    the batch. It is only used if the batch's tensors differ in length, as in a batch of graphs.
-    `origins` tracks the values that ranks exchange; None ignores them. `sketcher` creates the
-    GradientSketcher that computes gradients; by default, only the models' gradients are computed.
-    `step` is the number of the training step, for messages.
+    `few` returns a few rows of the batch, collated as the shares would collate them. It returns
+    None if rows should be cut from the batch instead. `rows` is the number of rows that the loader
+    took for the batch; it is only used if the batch's tensors differ in length, as in a batch of
+    graphs. `origins` tracks the values that ranks exchange; if it is None, such values are ignored.
+    `sketcher` creates the GradientSketcher that computes gradients; by default, only the models'
+    gradients are computed. `step` is the number of the training step, for messages.
 
     `are_sums` is True if the training adds ranks' gradients unweighted, because losses are sums
-    over rows. If it is None, the guard finds out: its attribute `are_sums` is True if the loss is
-    such a sum.
+    over rows. If it is None, the guard finds out whether the loss is such a sum, and sets its
+    attribute `are_sums`.
 
     `agree` is only passed if ranks communicate in the models' layers. Losses are then compared
     instead of gradients, and all ranks compute the same passes. `agree` gathers the faults of all
