@@ -562,10 +562,10 @@ class TrainingAudits:
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
-        """True if nothing can be audited.
+        """True if the training run has nothing that can be audited.
 
-        That is the case with one device and a single pass, if the model's ranks synchronize in each
-        pass, or if there is no model.
+        There are three such cases: one device computes each batch in one pass, ranks synchronize in
+        each pass, or there is no model.
         """
         weights = self._training.weights
         return self._is_single_device or weights.equal_passes or not weights.models
@@ -985,8 +985,8 @@ def make_launcher_computations(
 def add_unweighted(computations: Computations) -> Computations:
     """Return the computations of a loss that is a sum over rows.
 
-    All parts then have the same weight. Of the causes to test for a difference, those that only
-    apply to a mean are left out.
+    All parts of such a loss have the same weight. If there is a difference, the search for its
+    cause leaves out the causes that only apply to a mean.
     """
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}

@@ -151,8 +151,9 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the difference of one tensor: the largest, relative to its allowed rounding.
+    """Return the difference of the tensor whose gradients differ most.
 
+    Tensors are compared by their differences divided by the rounding that is allowed for them.
     `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
     gradients are 0 or missing.
     """

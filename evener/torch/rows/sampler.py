@@ -184,9 +184,10 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change to `shares`; in running loops, after the next `ahead` batches.
+        """Use `shares` from now on.
 
-        These batches may already have been drawn with the old shares.
+        Loops that are running keep the old shares for their next `ahead` batches, because the rows
+        of these batches may already have been drawn.
         """
         self.shares = shares
         for schedule in self._schedules:

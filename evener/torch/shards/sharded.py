@@ -303,9 +303,10 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Start a backward pass; if it has already started, record that it reaches more outputs.
+        """Prepare for a backward pass, because it has reached outputs of the model.
 
-        `batch` is the batch from which the outputs were computed. Raises RequestError if the
+        `batch` is the batch from which these outputs were computed. If the pass has reached other
+        outputs before, only record that it has also reached these. Raises RequestError if the
         backward pass is run with create_graph=True.
         """
         if torch.is_grad_enabled():
@@ -428,9 +429,10 @@ class Sharded:
             self.whole.set_gradients(used[first:])
 
     def _add_up_whole(self) -> list[bool]:
-        """Sum the gradients of unsharded parameters; return whether this rank used each of them.
+        """Sum the gradients of unsharded parameters over the ranks.
 
-        Return an empty list if there are no such parameters, or if a later pass computes the sum.
+        Return a flag for each of these parameters: True if this rank used it in the pass. Return an
+        empty list if there are no such parameters, or if a later pass computes the sum.
         """
         if self.whole is None:
             return []
@@ -441,7 +443,9 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank used it; `fired` has this rank's flags.
+        """Return a flag for each parameter: True if any rank used it.
+
+        `fired` has the same flags for this rank alone, True for each parameter that it used.
 
         The buffers of the first rank that has rows are also copied to all ranks.
         """

@@ -200,9 +200,10 @@ class BatchTracker:
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training epochs among `epochs` that may contain the current batch.
 
-    Usually they are the epochs that haven't ended; if all have ended, all are returned. If each
-    epoch that hasn't ended is at its first batch, an epoch that has ended is included if the loop
-    may still compute its last batch.
+    Usually these are the training epochs that haven't ended. If all have ended, return all of them.
+    A loop may fetch the first batch of an epoch before it computes the last batch of the previous
+    one. Therefore, if every epoch that hasn't ended is at its first batch, also return the ended
+    epochs whose last batch may still be computed.
     """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
@@ -227,7 +228,10 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if the loop may still compute a batch of the epoch `epoch` after `ended` has ended."""
+    """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended.
+
+    That is so if `epoch` has itself just ended, or if its newest batch is still in use.
+    """
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 

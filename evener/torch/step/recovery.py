@@ -238,9 +238,9 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes have the same gradient.
+        """Raise DeviceError unless smaller passes give the same gradient as `running`.
 
-        They are checked only once, and only if the callback `check` is set.
+        This is checked by the callback `check`, if it is set, until the check has once succeeded.
         """
         part = running.part
         if self.check is None or self.checked or part.rows < 2:

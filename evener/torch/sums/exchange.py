@@ -384,7 +384,11 @@ class Exchange:
         self.held.close()
 
     def _wait(self) -> None:
-        """Wait for the sum if the backward pass ended in one, and compare or broadcast buffers."""
+        """Wait for the sum of gradients, if the backward pass has started one.
+
+        Then use its result: read the tail, learn the order of gradients after the first sum, and
+        broadcast the buffers that change.
+        """
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
