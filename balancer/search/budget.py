@@ -255,8 +255,8 @@ class Budget:
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return how many seconds a probe warms up, between its start and its timed steps.
 
-        If the layout was measured before, it is the shortest warm-up measured. Otherwise it is the
-        typical warm-up of steps of `step_seconds`.
+        If the layout was measured before, this is its shortest measured warm-up. Otherwise, it is
+        the typical warm-up of a probe with steps of `step_seconds`.
         """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)

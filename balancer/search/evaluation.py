@@ -313,9 +313,9 @@ class Evaluation:
         """The best layout, according to the measurements that led to its choice.
 
         Layouts of the race are judged by their turns. Layouts that ran only in exploration are
-        judged by their measurements there. They are ignored if their shares are so close to those
-        of a layout in the race that no measurement would show the difference. If no layout may run
-        any more, the result is the best of all that ran.
+        judged by their measurements there. Such a layout is ignored if its shares are so close to
+        those of a layout in the race that no measurement would show the difference. If no layout
+        may run any more, the result is the best of all that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):

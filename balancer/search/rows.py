@@ -105,8 +105,8 @@ class RowPolicy:
         """Return the best solo layout; empty if there is none.
 
         If the global batch is fixed, that layout may compute it in several passes. If the batch
-        also fits in one pass, a second layout does that. If the batch is free, the layout has the
-        device's best batch.
+        certainly fits in one pass too, a second layout computes it so. If the batch is free, the
+        layout has the device's best batch.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -354,11 +354,11 @@ class RowPolicy:
     ) -> Layout | None:
         """Return an even split over the devices at `positions`; None if none fits.
 
-        A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
-        rows as the first of `splits` has per device. Without splits, the devices' best batches
-        alone are compared, and each device gets the smallest of them. If these rows don't fit, each
-        device gets as many as certainly fit. A fixed batch may be reduced like that only if `whole`
-        is False; otherwise return None.
+        A fixed batch is computed in passes if necessary. If the batch is free, each device gets as
+        many rows as the first of `splits` has per device. Without splits, each device has a best
+        batch alone, and all devices get the smallest of these batches. If that doesn't fit, each
+        device gets as many rows as certainly fit on all devices. A fixed batch is reduced like that
+        only if `whole` is False; otherwise return None.
         """
         count = len(positions)
         quantum = self.machine.quantum

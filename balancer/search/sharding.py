@@ -91,8 +91,8 @@ class StateDivision(msgspec.Struct, frozen=True):
 
     `in_passes` is True if rows are computed in several passes: the gradients of earlier passes then
     exist when activations are at their peak. `limits` are the bytes of each device without its
-    headroom; None if its memory is unknown. `rows` are the rows of one pass on each device for
-    which the state was divided.
+    headroom; None if its memory is unknown. `rows` has each device's rows of one pass, to which the
+    division of the state is adapted.
     """
 
     parts: tuple[float, ...]

@@ -321,9 +321,9 @@ class SoloStage:
     def _expected_gain(self, wanted: Allocation) -> float:
         """Return the expected relative gain of the optimistic layout over the best known layout.
 
-        About half of the optimistic predictions come true, so it is half of the predicted gain,
-        minus the mean error of the curves. The best known layout is predicted from the batches that
-        ran. If no layout is known yet, the gain is infinite.
+        About half of the optimistic predictions come true, so the result is half of the predicted
+        gain, minus the mean error of the curves. The best known layout is predicted from the
+        batches that ran. If no layout is known yet, the gain is infinite.
         """
         ran = []
         for one in self._live:

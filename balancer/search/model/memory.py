@@ -50,8 +50,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, in rising order, for fitting lines.
 
-        The largest batch is kept, and then each next smaller one that is clearly smaller than the
-        last one kept. If that leaves a single point, the first and the last of all points are used.
+        From the largest batch down, each batch is kept that is clearly smaller than the last one
+        kept. If that leaves a single point, the first and the last of all points are used.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
