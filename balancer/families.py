@@ -369,7 +369,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process, whose model's parts the workload places on devices."""
+    """One training in one process: the workload places the parts of its model on the devices."""
 
     name = kind = "place"
     fewest_devices = 2

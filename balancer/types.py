@@ -472,7 +472,7 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class KnownLink(msgspec.Struct, frozen=True):
-    """The speed of an all-reduce between `ranks` of the devices.
+    """The speed of an all-reduce over `ranks` devices.
 
     It was measured before any split, so that the search can predict how long splits synchronize.
     """

@@ -116,8 +116,9 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        If `build_channel` is given, it is the descriptor of a channel on which the child may leave
-        a copy of itself, once it has built its workload.
+        `build_channel` is the descriptor of a channel for a copy of the child. The child may leave
+        this copy, from which other children are forked, once it has built its workload. If
+        `build_channel` is None, it leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs

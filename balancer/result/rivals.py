@@ -220,10 +220,10 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout of a single training with a larger batch than the chosen layout.
+    """Return the fastest layout that has a larger batch than the chosen layout and is faster.
 
-    Return None if no such layout is faster than the chosen one, or if the chosen one isn't a single
-    training by shares.
+    Only layouts of a single training count. Return None if there is no such layout, or if the
+    chosen layout isn't a single training by shares.
     """
     if not chosen.layout.traits.by_shares:
         return None

@@ -418,10 +418,7 @@ def _summarize_training(training: RecordedTraining) -> RunSummary:
 
 
 def _find_state(record: JournalContents) -> tuple[State, str]:
-    """Return the state of a search and why it failed.
-
-    The reason is "" if the search didn't fail.
-    """
+    """Return the state of a search, and why it failed ("" if it didn't fail)."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
