@@ -429,8 +429,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward passes of the batch.
 
-        `closure_loss` is the loss of the first pass; the forward passes of the others also run
-        here. Each loss is weighted by its pass's fraction of the batch, so that the mean of the
+        `closure_loss` is the loss of the first pass. The forward passes of the other passes also
+        run here. Each loss is weighted by its pass's fraction of the batch, so that the mean of the
         ranks' gradients is the gradient of the global batch. In manual optimization, only one
         backward pass runs.
         """

@@ -75,8 +75,7 @@ def check_compiled(model: Any) -> None:
 def check_step(model: Any) -> None:
     """Raise RequestError if no engine can split the model.
 
-    No engine can if the model isn't compiled, or if a layer keeps a state per row
-    (`stateful=True`).
+    That is so if the model isn't compiled, or if a layer keeps a state per row (`stateful=True`).
     """
     check_compiled(model)
     for layer in all_layers(model):
@@ -142,8 +141,8 @@ def check_passes(model: Any, rows: int) -> None:
 def check_assigned(weights: Sequence[Any]) -> None:
     """Raise RequestError if `weights` isn't empty.
 
-    They are trainable weights that a call of the model has assigned. Each device has its own copy
-    of the weights, so such an assignment would be lost.
+    `weights` are the trainable weights that a call of the model has assigned. Each device has its
+    own copy of the weights, so such an assignment would be lost.
     """
     if weights:
         seen = (
@@ -156,9 +155,9 @@ def check_assigned(weights: Sequence[Any]) -> None:
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Refuse a model that needs one process per device.
 
-    If `evener launch` started this process and can start one per device, exit with a code that asks
-    for that. Otherwise raise RequestError. `seen` is the reason, and `other` a remedy that needs
-    only one process.
+    If `evener launch` started this process and can start one process per device, exit with a code
+    that makes it do so. Otherwise raise RequestError. `seen` is the reason, and `other` a remedy
+    that needs only one process.
     """
     ask_for_processes(seen)
     raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")

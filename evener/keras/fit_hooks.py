@@ -192,8 +192,8 @@ class FitHooks:
     def _wrap(self, name: str, function: Any) -> Any:
         """Return Keras' train, test or predict function, wrapped with evener's additions.
 
-        These are the engine's own wrapper, audits and clocks. `name` is the model's attribute for
-        the function, such as "train_function".
+        The additions are the engine's own wrapper, audits and clocks. `name` is the model's
+        attribute for the function, such as "train_function".
         """
         engine = self.engine
         training = name == "train_function"

@@ -426,8 +426,8 @@ def _negate(leaf: Any) -> Any:
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
     """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
 
-    `call` is the model's call on the rows. The changes tell kinds of losses apart that have the
-    same value on the original rows.
+    `call` is the model's call on the rows. On the unchanged rows, losses of different kinds may
+    have the same value. The changes tell these kinds apart.
     """
     x, y, weight = rows
     outputs = call.outputs

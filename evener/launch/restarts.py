@@ -97,7 +97,7 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without the broken devices, with a new plan for the remaining ones.
 
-    `first` is the job with all devices. Raises PlanError if its plan file has changed. Raises
+    `first` is the job with all devices. Raises PlanError if the job's plan file has changed. Raises
     DeviceError if no device is left, or if a device is broken and the job spans several hosts.
     """
     if load_plan(first.path) != first.plan:

@@ -1,9 +1,9 @@
 """Prepare a process for the process group that its program creates.
 
 The group consists either of the ranks that `evener run` started, or of processes that the program
-or its launcher started. Evener's ranks after the first one wait to run the program until the first
-rank creates a group with them, because the program may never do so. A process that evener didn't
-start gets the plan's device for its rank in its group.
+or its launcher started. Some programs never create a group. Therefore evener's ranks after the
+first one begin to run the program only when the first rank creates a group with them. A process
+that evener didn't start gets the plan's device for its rank in its group.
 """
 
 from __future__ import annotations
