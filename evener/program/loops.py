@@ -207,7 +207,7 @@ class SharedBatches:
     """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
 
     In other loops it yields the original batches. `sampler` divides the rows of the most recent
-    training loop. If it is None, `fault` says why the rows can't be divided.
+    training loop. If `sampler` is None, `fault` says why the rows can't be divided.
     """
 
     def __init__(self, given: Any, fault: str) -> None:

@@ -503,9 +503,9 @@ class Program:
             )
 
     def _guard_again(self, loop: Any) -> None:
-        """Count a step by shares; compare what the ranks recorded about their steps if that is due.
+        """Count a step by shares, and compare the ranks' records of their steps if that is due.
 
-        All ranks call this after the same step.
+        All ranks call this method after the same step.
         """
         self._steps += 1
         if self._steps > self._look:

@@ -39,7 +39,7 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether this rank leaves out a loss of the current step, which is then 0.
+        """Record whether this rank leaves out a loss of the current step, which sets the loss to 0.
 
         Call this method before the backward pass. `made_of` identifies the operations that computed
         the loss. To read a loss, the host has to wait for the device. Therefore, once operations

@@ -171,9 +171,9 @@ class GradientSketcher:
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
         """Return the summed gradients of a computation, without intercepting each operation.
 
-        Return None if a pass draws random numbers. A row must get the same random numbers in any
-        batch, and this is only possible if each operation is intercepted. `read` converts the sums
-        to a sketch, and waits for the GPU. If nothing is known about the passes yet, the first
+        Return None if a pass draws random numbers: they must be the same for a row in any batch,
+        and that is only possible if each operation is intercepted. `read` converts the sums to
+        a sketch, and waits for the GPU. If nothing is known about the passes yet, the first
         piece is intercepted, as in `sketch`, to find out whether it draws random numbers.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)

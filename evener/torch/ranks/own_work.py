@@ -423,9 +423,9 @@ class StepTimer:
     def note_enqueued(self) -> None:
         """Record whether the GPU is behind its host, which has just enqueued a backward pass.
 
-        This is for a sharded model, whose ranks exchange gradients within the pass. The GPU isn't
-        behind if it ends the pass within ENDS_SECONDS, so it was waiting for the host to launch the
-        pass's kernels. Only the batches whose CPU times are measured are examined, because the host
+        This is for a sharded model, whose ranks exchange gradients within the pass. If the GPU ends
+        the pass within ENDS_SECONDS, it isn't behind: it was waiting for the host to launch the
+        pass's kernels. Only batches whose CPU times are measured are examined, because the host
         waits here.
         """
         if self._cpu is None or self._on_host:

@@ -258,7 +258,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for this process's group with this number.
+    """Return arguments of `init_process_group` for the process group with this number.
 
     Groups are counted from 0: a second training run in a process creates a second group after the
     first one was destroyed. Under torchrun, both use the same store, in which the first group has
