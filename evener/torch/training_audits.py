@@ -725,7 +725,7 @@ class TrainingAudits:
     def _decide(
         self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks without waiting for them, and act on it.
+        """Send this rank's result to the other ranks without waiting, and act on the result.
 
         Depending on the result, this rank warns, raises RequestError or asks for equal shares.
         `numbers` are the numbers used in the loss, if known. `survives` is True if the audited

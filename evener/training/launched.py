@@ -149,7 +149,7 @@ def is_device_error(error: BaseException) -> bool:
 def abort_if_lost(error: BaseException) -> None:
     """Abort this process if evener launch started it and `error` is a device error.
 
-    An abort makes the launcher treat the device as lost, so that it continues on the others.
+    An abort makes the launcher treat the device as lost and continue on the other devices.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

@@ -359,7 +359,7 @@ class LoaderStates:
         """Register a loader and return it.
 
         If checkpoint states were loaded before this loader was created, the loader resumes from the
-        first of them that no other loader has used.
+        first state that no other loader has used.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:

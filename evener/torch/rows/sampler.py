@@ -386,8 +386,8 @@ class UnevenBatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue at the position in `state`, which `state_dict` returned.
 
-        Shares and the number of ranks may differ from those at that time. Raises RequestError if
-        the order of rows differs.
+        Shares and the number of ranks may differ from those when the state was saved. Raises
+        RequestError if the order of rows differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(

@@ -15,8 +15,8 @@ from ...errors import RequestError
 class AssignedBatch:
     """A rank's batch in passes, with rows assigned by length; each pass is collated separately.
 
-    `passes` has the data of each pass, and `rows` its number of rows. A loop that computes a batch
-    at once would use this object like a normal batch; that raises RequestError.
+    `passes` has the data of each pass, and `rows` has its number of rows. Using this object like a
+    normal batch, as a loop does that computes a batch at once, raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:

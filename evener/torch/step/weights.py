@@ -145,7 +145,8 @@ class BatchWeights(BatchTracker):
     def weight(self) -> float:
         """The weight of this rank's gradients in the current batch, 0 to 1.
 
-        It is this rank's fraction of the batch or, if losses are sums, the same on every rank.
+        Usually it is this rank's fraction of the batch. If losses are sums, it is the same on every
+        rank.
         """
         return self._find_weight(self.sizes)
 
@@ -241,7 +242,7 @@ class BatchWeights(BatchTracker):
         return self._own_exchanges[model]
 
     def watch_forward(self, model: Any, device: torch.device) -> None:
-        """Find the batch of each forward pass of `model`, because it determines gradients' weights.
+        """Find the batch of each forward pass of `model`; the batch determines gradients' weights.
 
         Inputs of the model are moved to `device`.
         """
