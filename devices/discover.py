@@ -112,9 +112,9 @@ SETTLE_READS = 3
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return messages about full devices, and messages about devices that other programs use now.
 
-    A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2 GiB)
-    and also below its own limit. Call this before a session starts child processes, which would
-    count as other programs.
+    A device is full if its free memory is too small: below 5 % of its memory (at least 600 MiB, at
+    most 2 GiB), and also below the device's own limit. Call this before a session starts child
+    processes, which would count as other programs.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]

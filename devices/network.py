@@ -1,7 +1,7 @@
 """The network between hosts: interfaces, reachability, and addresses to listen on.
 
 The module finds the interface through which this host reaches another host, and checks whether
-ports can be reached and whether a request was addressed to this machine's loopback.
+ports can be reached. It also checks whether a request was addressed to this machine's loopback.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> float | None:
-        """The value if it is current, else None."""
+        """The value if it is current; None otherwise."""
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:

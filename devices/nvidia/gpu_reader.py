@@ -274,8 +274,8 @@ class GpuReader:
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
         """Return estimates of the seconds throttled and the seconds at the power cap.
 
-        A throttling reason in one of two successive readings counts for half of the time between
-        them, and a reason in both readings for all of that time.
+        If a throttling reason is in one of two successive readings, half of the time between them
+        counts. If it is in both readings, all of that time counts.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -520,8 +520,8 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return the percentage of the multiprocessors' time that each busy process used, by pid.
 
-        The second result is the reading for every other process, which the driver doesn't list: 0 %
-        if the call succeeded, else why the use is unknown.
+        The second result is the reading for every other process, because the driver lists only busy
+        ones. It is 0 % if the call succeeded. Otherwise it says why the use is unknown.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

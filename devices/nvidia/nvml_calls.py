@@ -234,9 +234,9 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading that has a value, else the first that isn't UNSUPPORTED.
+    """Return the first reading that has a value.
 
-    Return UNSUPPORTED if all readings are.
+    If no reading has one, return the first that isn't UNSUPPORTED. Return UNSUPPORTED if all are.
     """
     for reading in readings:
         if reading.value is not None:

@@ -367,8 +367,8 @@ def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
     The result has a row for each gradient; `shapes` are the shapes of the weights. The mean square
     of these sums estimates the gradient's squared norm.
 
-    An element's sign is the product of a sign of its row and a sign of its column, so the sums are
-    matrix products and few signs have to be drawn. All gradients use the same signs.
+    An element's sign is the product of a sign of its row and a sign of its column. Therefore the
+    sums are matrix products, and few signs have to be drawn. All gradients use the same signs.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]

@@ -301,7 +301,7 @@ class Measured(NamedTuple):
 
         The rows may not distinguish all kinds. For example, labels without padding don't reveal
         whether padding counts. Therefore the loss is also computed with changed masks, weights and
-        labels, and the result is a kind that fits both the original rows and the changed ones.
+        labels. The result is a kind that fits both the original rows and the changed ones.
         """
         calls = [each.call for each in self.results if each.call is not None]
         now = CallTensors(self.model)

@@ -1,8 +1,8 @@
 """A step that continues if memory runs out in one of its passes.
 
 The step consists of two graphs. The first one runs the passes; the second one sums over the
-processes and updates the weights. If memory runs out in the first graph, the states are
-restored and it runs again with more passes, while the other processes wait in the
+processes and updates the weights. If memory runs out in the first graph, the states are restored
+and the first graph runs again with more passes. Meanwhile, the other processes wait in the
 all-reduces of the second graph.
 """
 

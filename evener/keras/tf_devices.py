@@ -108,8 +108,8 @@ def short_name(name: str) -> str:
 def driver_name(name: str) -> str | int:
     """Return the number or UUID by which the monitor identifies TensorFlow's device `name`.
 
-    For a GPU, it is the entry in CUDA_VISIBLE_DEVICES or, if that isn't set, TensorFlow's own
-    number. For a CPU, return TensorFlow's name in lower case.
+    For a GPU, return its entry in CUDA_VISIBLE_DEVICES. If that variable isn't set, return
+    TensorFlow's own number. For a CPU, return TensorFlow's name in lower case.
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":
