@@ -54,7 +54,7 @@ class ModuleAudit:
     def find_difference(self, loader: Any) -> str:
         """Audit the epoch's first batch before it is trained.
 
-        Return a message if the gradient by shares differs, otherwise an empty string.
+        Return a message if the gradient by shares differs, and "" otherwise.
         """
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found

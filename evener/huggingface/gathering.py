@@ -291,8 +291,8 @@ def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
     """A loader of every world-th batch of another loader; rank r begins with batch number r.
 
-    If the number of batches isn't a multiple of the number of ranks, some ranks load the last batch
-    once more, so that all ranks take the same number of steps. The repeated rows don't count:
+    All ranks take the same number of steps. If the number of batches isn't a multiple of the number
+    of ranks, some ranks therefore load the last batch once more. The repeated rows don't count:
     `gathering` leaves them out of gathered values.
     """
 

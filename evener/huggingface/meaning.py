@@ -278,8 +278,8 @@ class LossFinder:
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
         """True if gradients and losses of two computations differ only by rounding.
 
-        Losses are compared too, because a small term of the loss, such as a load-balancing term of
-        experts, may change the loss noticeably but the gradient hardly at first.
+        Losses are compared too, because a small term of the loss may change the loss noticeably,
+        but the gradient hardly at first. An example is a load-balancing term of experts.
         """
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)

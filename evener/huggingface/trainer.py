@@ -307,8 +307,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def check_loss(self) -> None:
         """Check the loss before the training, once its loader exists.
 
-        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items, or if
-        the program's own launcher averages means over different numbers of labels.
+        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items. It is
+        also raised if the program's own launcher averages means over different numbers of labels.
         """
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))

@@ -298,10 +298,10 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework or, if the plan names none, the framework that `script` imports.
+    """Return the plan's framework.
 
-    The default is PyTorch ("torch"). Raises PlanError if the plan and the script are for different
-    frameworks.
+    If the plan names none, return the framework that `script` imports, by default PyTorch
+    ("torch"). Raises PlanError if the plan and the script are for different frameworks.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:

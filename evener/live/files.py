@@ -1,8 +1,8 @@
 """The files in which training runs report their speed: format, folders and reading.
 
-Files aren't trusted. A file is read only if it is a small, well-formed, regular file, if only this
-user can access the file and its folder, and if the process in the file's name is alive. Other files
-are ignored, and files of dead processes are removed.
+Files aren't trusted. A file is read only if it is a small, well-formed, regular file, and only this
+user can access the file and its folder. In addition, the process in the file's name must be alive.
+Other files are ignored, and files of dead processes are removed.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
     ) -> None:
-        """Write the plan atomically, as JSON if `path` ends in .json, otherwise as TOML.
+        """Write the plan atomically, as JSON if `path` ends in .json, and as TOML otherwise.
 
         `format` overrides the choice by file name.
         """

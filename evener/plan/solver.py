@@ -22,8 +22,8 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the curve of each share.
 
-    If any share has no curve, compute times are assumed to be proportional to rows on all devices,
-    so that all devices take equally long for their shares.
+    If any share has no curve, compute times are assumed to be proportional to rows on all devices.
+    All devices then take equally long for their shares.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 

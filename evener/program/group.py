@@ -127,10 +127,10 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    That happens if the program's first process creates a group on this machine without having
-    started any processes for it, and the group's size isn't the number of evener's ranks. For
-    example, the program's own options may list fewer GPUs than evener has devices. `given` has the
-    arguments of `init_process_group`.
+    That happens if the program's first process creates a group on this machine whose size isn't the
+    number of evener's ranks. It doesn't happen if the program has started processes for the group.
+    For example, the program's own options may list fewer GPUs than evener has devices. `given` has
+    the arguments of `init_process_group`.
     """
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -162,7 +162,7 @@ def _eveners_address() -> str:
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
     """Return HOST:PORT of the group's rendezvous.
 
-    The address comes from `method` if that is a tcp:// URL, otherwise from the environment
+    The address comes from `method` if that is a tcp:// URL. If not, it comes from the environment
     `variables`.
     """
     if method and urlsplit(method).scheme == "tcp":

@@ -173,8 +173,9 @@ class Guard(Recorder):
     def _note_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
-        If the call combines weights or gradients with a value that follows from this rank's own
-        rows, such as their number of labels, `local_use` is set to a message that says so.
+        Weights or gradients may also be combined with a value that follows from this rank's own
+        rows, such as their number of labels. In that case, set `local_use` to a message that says
+        so.
         """
         super()._note_use(function, given)
         if self.local_use or not is_arithmetic(function):
