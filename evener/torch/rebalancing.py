@@ -262,8 +262,9 @@ class Rebalancing:
     ) -> bool:
         """Decide on shares after a window that ended at step `end`; return True if they change.
 
-        `own_work_s` has each rank's compute time in the window, and `seen` the further arguments of
-        `Rebalancer.observe`. A change takes effect after the next `batches` batches.
+        `own_work_s` has each rank's compute time in the window. `seen` has what else was measured
+        in it, as keyword arguments of `Rebalancer.observe`, which makes the decision. A change
+        takes effect after the next `batches` batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:

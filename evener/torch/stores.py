@@ -38,8 +38,8 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 def open_file_store(path: str) -> Any:
     """Return a store in the file `path`, for any number of processes on this host.
 
-    If a store is created for a fixed number of processes, they delete the file when they exit. The
-    processes of this store don't.
+    The processes don't delete the file when they exit, as they would if the store were created for
+    a fixed number of processes.
     """
     return dist.FileStore(path, -1)
 

@@ -283,10 +283,10 @@ class TrainingAudits:
         """Audit the batch that a library's trainer has computed, if an audit is due.
 
         Every rank has to call this method in each step, before its optimizer uses the gradients.
-        `find` runs the audit; its argument says whether to add noise, during the audit, to weights
-        that are all equal. `function` is the program's function that computes the loss, and
-        `holders` are objects whose attributes it reads: if they change, another audit is due.
-        Raises RequestError if the gradients differ.
+        `find` runs the audit. Its argument is True if noise is to be added, during the audit, to
+        weights that are all equal. `function` is the program's function that computes the loss, and
+        `holders` are objects whose attributes the function reads. If these attributes change,
+        another audit is due. Raises RequestError if the gradients differ.
         """
         if self._is_single_device:
             return

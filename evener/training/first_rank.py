@@ -1,9 +1,9 @@
 """Start the first rank of a program by itself; other ranks wait until it creates a process group.
 
 Therefore a script for one GPU runs only once, and a launcher that the program itself starts has the
-devices to itself. The environment variables show whether evener started a rank: a launcher of the
-program gives its own ranks other numbers, another address or another elastic run (a run of
-PyTorch's elastic agent).
+devices to itself. The environment variables show whether evener started a rank. If the program
+itself has started the rank by a launcher, they name another rank, another number of ranks or
+another elastic run (a run of PyTorch's elastic agent).
 """
 
 from __future__ import annotations

@@ -287,9 +287,10 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return the expected duration of a step of `step_s` seconds after the remedy for `part`.
+    """Return how long a step of `step_s` seconds is expected to take after the remedy for `part`.
 
-    It is `without_s` if that was measured; otherwise it is estimated from the part's duration.
+    The result is `part.without_s` if that was measured. Otherwise it is estimated from the part's
+    duration.
     """
     if part.without_s is not None:
         error_s = part.without_error_s

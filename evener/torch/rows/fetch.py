@@ -29,12 +29,17 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch by a tensor of row indices, or None.
+    """Return a function that fetches a whole batch from a data set in one call.
 
-    The function's second argument is True to fetch into pinned memory. Three kinds of data sets
-    support this: a TensorDataset; a data set with a method `__getitems__(self, rows:
-    torch.Tensor)`, which must have this annotation and return the batch as the loop gets it; and a
-    Subset of these. For any other data set, the result is None.
+    Its first argument is a tensor of row indices. Its second argument is True to fetch into pinned
+    memory. Three kinds of data sets support this:
+
+    - a TensorDataset;
+    - a data set with a method `__getitems__(self, rows: torch.Tensor)`, which must have this
+      annotation and return the batch as the loop gets it;
+    - a Subset of such a data set.
+
+    For any other data set, return None.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors

@@ -39,11 +39,11 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `training` is False for validation. `tail` tells which batches give ranks other weights than a
-    full batch does: None if no batch does; the number of rows in the last batch if only that batch
-    does; any other object if every batch may. `by_length` is True if rows are assigned by length;
-    a batch must not be cut into passes then. `loader()` returns the loader, or None if it no longer
-    exists.
+    `training` is False for validation. `tail` says in which batches ranks have other weights than
+    in a full batch. None means in no batch. A number means only in the last batch, which has that
+    many rows. Any other object means that it may be so in every batch. `by_length` is True if rows
+    are assigned by length. A batch must then not be cut into passes. `loader()` returns the loader,
+    or None if it no longer exists.
     """
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
@@ -257,7 +257,10 @@ class Loader:
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next loop continue at the position in `state`; the plan may differ."""
+        """Make the next loop continue at the position in `state`.
+
+        The state may have been saved under another plan.
+        """
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
         self._fresh = self._loaded = True

@@ -192,9 +192,10 @@ def _parts(
 ) -> tuple[float, ...]:
     """Return which part of the model's state each rank holds, as relative sizes.
 
-    They are `state` if it is specified, otherwise those in the plan. If the plan has none, they are
-    in proportion to each rank's memory after subtracting `beside()` bytes, which a rank needs for
-    other things. Raises RequestError unless each rank has a part above 0.
+    The parts are `state` if it is specified, otherwise the parts in the plan. If the plan doesn't
+    give every rank a part, they are in proportion to the memory that each rank has left for state.
+    `beside()` returns the bytes that a rank needs for other things. Raises RequestError unless each
+    rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))

@@ -165,12 +165,12 @@ def _check_kind(name: str, tensor: Any) -> None:
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     """Return the dtype in which the parameter in `slot` is gathered.
 
-    `dtype` is the one requested for all parameters, or None, and `casts` is the dtype of an
-    autocast around the model, or None. With `dtype`, all floating-point parameters are gathered in
-    it. Otherwise the float32 parameters of linear layers are gathered in `casts`, because an
-    autocast casts them to that dtype whenever the layers compute. The results are the same,
-    gathering needs half the bytes, and the backward pass needs no cast copies. All others keep
-    their own dtype.
+    `dtype` is the dtype that the user requested for all parameters, or None. `casts` is the dtype
+    of an autocast around the model, or None. If `dtype` isn't None, all floating-point parameters
+    are gathered in it. Otherwise the float32 parameters of linear layers are gathered in `casts`,
+    because an autocast casts these parameters to that dtype whenever the layers compute. The
+    results are then the same, gathering needs half the bytes, and the backward pass needs no cast
+    copies. All other parameters keep their own dtype.
     """
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():

@@ -150,7 +150,10 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Start a backward pass: set gradients from before the batch aside, and clear `.grad`."""
+        """Prepare for a backward pass: clear each `.grad`.
+
+        Gradients from before the batch are set aside, so that they can be added again later.
+        """
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:

@@ -93,10 +93,11 @@ def find_code(caller: FrameType) -> Code | None:
 
 
 def list_operations(loss: Any) -> tuple[Any, ...]:
-    """Return the last operations that computed a loss, as pairs of a name and a number.
+    """Return the last operations that computed a loss, as pairs (name, reduction).
 
-    The number tells how the operation reduces rows, for example to a mean; it is None for other
-    operations. Up to MOST operations are listed, up to DEPTH levels before the loss.
+    The reduction is PyTorch's number for how an operation such as a loss function reduces rows, for
+    example to their mean. It is None for operations that have no such setting. Up to MOST
+    operations are listed, up to DEPTH levels before the loss.
     """
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]

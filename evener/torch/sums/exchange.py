@@ -96,9 +96,9 @@ class Exchange:
     The model's outputs are passed to `watch`. A backward pass through them ends in a sum if `watch`
     was called with `sync`. The attributes `begun`, `ready`, `sent` and `done` are callbacks:
 
-    - `begun` is called when a backward pass reaches watched outputs, with the batch of these
-      outputs. Its second argument is the batch of the outputs that the pass reached before them; if
-      they are the first ones, it is their own batch.
+    - `begun` is called when a backward pass reaches watched outputs. Its first argument is the
+      batch of these outputs. Its second argument is the batch of the outputs that the pass reached
+      before. If it has reached no others, both arguments are the same batch.
     - `ready` is called when the last gradient is computed.
     - `sent` is called when all buckets have been sent.
     - `done` is called when the sums are complete.

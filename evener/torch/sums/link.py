@@ -92,10 +92,10 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Return a message if an all-reduce of whole numbers has a wrong result, else "".
+    """Check an all-reduce of whole numbers, and return a message if its result is wrong.
 
-    `add_up` all-reduces a tensor in place. Each rank sends a different pattern of `size` numbers;
-    their sums are exact in float32.
+    Return "" if the result is correct. `add_up` all-reduces a tensor in place. Each rank sends a
+    different pattern of `size` numbers, whose sums are exact in float32.
     """
     numbers = torch.arange(size, device=device)
 
