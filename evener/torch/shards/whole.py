@@ -37,8 +37,8 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
     - the parameters that are never sharded, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
-    An embedding is freed before its gradients are reduced, so it doesn't count at that moment.
-    `units` are the units by name; `dtype` and `casts` are those of `choose_dtype`.
+    An embedding is freed before its gradients are reduced, so its parameters don't count at that
+    moment. `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)

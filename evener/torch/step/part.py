@@ -112,8 +112,9 @@ def make_parts(
     """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
     Each part's loss is passed to `scale` before its backward pass. An AssignedBatch is divided
-    already. If `passes` isn't 0, exactly that many parts are made; if there are too few rows, some
-    parts have a filler row that doesn't count. Raises RequestError if the batch can't be divided.
+    already. If `passes` isn't 0, exactly that many parts are made. If there are too few rows for
+    them, some parts have a filler row that doesn't count. Raises RequestError if the batch can't be
+    divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)

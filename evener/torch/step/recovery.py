@@ -159,11 +159,12 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if the running pass can be computed again, else "".
+        """Return the error as text if the running pass can be computed again.
 
-        It can be computed again if memory ran out before one of its backward passes ended. Raises
-        DeviceError if memory ran out but `exchanges`, which sum the gradients, is empty: another
-        library sums them then, so the pass can't be undone.
+        The pass can be computed again if memory ran out before one of its backward passes ended.
+        Return "" for any other error. Raises DeviceError if memory ran out but `exchanges`, which
+        sum the gradients, is empty. Another library then sums the gradients, so the pass can't be
+        undone.
         """
         if not is_out_of_memory(error) or running.ended:
             return ""

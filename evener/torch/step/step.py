@@ -293,17 +293,18 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Record that the current part can't be undone if `open` wasn't called before.
+        """Check, when a backward pass starts, whether `open` has prepared for it.
 
-        This method is called when a backward pass starts; `open` prepares for the backward pass.
+        If `open` wasn't called before, record that the current part can't be undone.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error of the current part as text if the part can be computed again, else "".
+        """Return an error of the current part as text if the part can be computed again.
 
-        `error` is the exception that was raised in the caller's `with part:` block.
+        Return "" if the part can't be computed again. `error` is the exception that was raised in
+        the caller's `with part:` block.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)

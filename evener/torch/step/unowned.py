@@ -58,10 +58,11 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that belong to modules; every rank has to call this method.
+        """Check the parameters whose gradients an optimizer is about to apply.
 
-        An optimizer is about to apply the gradients of `parameters`. Raises RequestError if a
-        parameter belongs to no module and its gradient comes only from this rank's rows.
+        Return the parameters that belong to modules. Raises RequestError if a parameter belongs to
+        no module and its gradient comes only from this rank's rows. Every rank has to call this
+        method.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]

@@ -50,11 +50,11 @@ NUMBERS = (
 class BatchWeights(BatchTracker):
     """The number of rows of each rank in a batch, and the resulting weight of this rank.
 
-    `shares` are the current shares. `weigh` selects where the weight is applied: with
-    "gradients", to gradients before they are summed; with "loss", to each loss, for which the
-    loop calls `scale`; with "trainer", to the losses of a trainer, by its adapter. `timer` is
-    notified when the last gradient of a step is ready. `noise` measures the noise scale; None
-    means that it isn't requested.
+    `shares` are the current shares. `weigh` selects where the weight is applied. With "gradients",
+    gradients are weighted before they are summed. With "loss", the loop calls `scale` to weight
+    each loss. With "trainer", a trainer's adapter weights the losses of the trainer. `timer` is
+    notified when the last gradient of a step is ready. `noise` measures the noise scale; None means
+    that it isn't requested.
     """
 
     def __init__(

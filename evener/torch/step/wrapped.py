@@ -155,8 +155,8 @@ def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
 
     The wrapper's own all-reduce can't be weighted or repeated after a failure. The model stays a
     DistributedDataParallel, and its `no_sync` and `module` still work. A model with a communication
-    hook, mixed_precision or sparse gradients needs its own all-reduce. For such a model the result
-    is None if losses are weighted (`by_loss`); otherwise RequestError is raised.
+    hook, mixed_precision or sparse gradients needs its own all-reduce. For such a model, return
+    None if losses are weighted (`by_loss`). If losses aren't weighted, raise RequestError.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
@@ -251,10 +251,10 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return `model` if it is a DistributedDataParallel or Exchanged, else None.
+    """Return `model` if it is a wrapper: a DistributedDataParallel or an Exchanged.
 
-    If the model was compiled by torch.compile, the model inside is checked and returned. Raises
-    RequestError if only a part of the model is wrapped.
+    If torch.compile has compiled the wrapper, return the wrapper inside the compiled model. Return
+    None if there is no wrapper. Raises RequestError if only a part of the model is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):

@@ -327,8 +327,8 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is what the ranks' batch numbers must add up to: their sum if all ranks sum the
-        same batch. On a GPU, except for the first sum, the previous sum's tail is checked instead.
+        `expected` is the sum of the batch numbers that all ranks write, if they sum the same
+        batch. On a GPU, except for the first sum, the previous sum's tail is checked instead.
         Raises RequestError if ranks have summed different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None

@@ -114,11 +114,11 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather the ranks' tensors of shape (n_i, ...) into one of shape (N, ...), in batch order.
 
-    `sizes` has the n_i; a rank with 0 rows may pass any row. The gradient of a rank's rows is
-    the sum of the gradients from all ranks' losses, each weighted by the number of rows on its
-    rank. It is exact if every rank computes the whole batch's loss, and if each rank computes
-    the mean over its own rows. `by_loss` is True if losses are weighted already, and False if
-    the model's gradients are weighted later. The `timer` doesn't count the collectives as
+    `sizes` has the n_i. A rank with 0 rows may pass any row. The gradient of a rank's rows is the
+    sum of the gradients from all ranks' losses, each weighted by the number of rows on its rank.
+    This sum is exact in two cases: if every rank computes the whole batch's loss, and if each rank
+    computes the mean over its own rows. `by_loss` is True if losses are weighted already, and False
+    if the model's gradients are weighted later. The `timer` doesn't count the collectives as
     compute time (own work). Raises RequestError if the number of rows is wrong, or if shapes or
     dtypes differ between ranks.
     """
