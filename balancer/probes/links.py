@@ -78,7 +78,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
 
 
 class RankTask(NamedTuple):
-    """A task of a rank, as a verb and its past form for messages."""
+    """What a rank is asked to do, as a verb and its past form for messages."""
 
     verb: str
     past: str

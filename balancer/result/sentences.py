@@ -294,8 +294,8 @@ def _interval(measured: MeasuredRate) -> Interval:
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
     """Return the plan's gain over a rival as text.
 
-    `over` is the rival's name. The gain has an error after ± if one of the two rates is imprecise.
-    If the two tie, the text has the measured difference and its error.
+    `over` is the rival's name. The gain has an error after ± if the plan's or the rival's rate is
+    imprecise. If the plan and the rival tie, the text has the measured difference and its error.
     """
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"

@@ -71,7 +71,7 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """This device's points: those measured alone, and points of larger batches.
+        """This device's points: the measurements of solo probes, and those of larger batches.
 
         The larger batches were measured in splits or while the other devices were idle.
         """
@@ -292,7 +292,7 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with a curve for shares in one pass or, where it is faster, in several.
+        """Return the device with a curve that assumes one or several passes, whichever is faster.
 
         Several passes are only considered for a fixed batch. `curve` is for one pass, and `limit`
         is the maximum rows of one pass.

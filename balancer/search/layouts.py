@@ -43,7 +43,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def needs_more_children(self) -> bool:
-        """True if the race will start child processes that exploration doesn't.
+        """True if the race will start child processes that exploration doesn't start.
 
         Exploration then gets a smaller part of the budget.
         """

@@ -110,9 +110,10 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration measured and whose rows are assigned as this model assumes.
+        """The splits that exploration measured, if their rows were assigned as this model assumes.
 
-        A model assumes that rows are assigned in the order of the data, or by cost (see `by_rows`).
+        If `by_rows`, the model assumes that rows are assigned in the order of the data. Otherwise,
+        it assumes that they are assigned by cost.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)

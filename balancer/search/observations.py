@@ -186,10 +186,10 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn; a check that was slowed only temporarily is left out.
+        """Return a layout's checks by turn, without those that were slowed only temporarily.
 
-        It was slowed temporarily if a device was throttled in it, and was measured without
-        throttling later. `timed` are all timed observations of the layout.
+        A check was slowed temporarily if a device was throttled during the check, but no longer in
+        the device's last measurement. `timed` are all timed observations of the layout.
         """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()

@@ -465,13 +465,13 @@ def divide_state(
     problem: Problem,
     without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
-    """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
+    """Return parts of the state that fill the memory left by a step's rows.
 
-    A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
-    pass and give the highest expected samples/s are chosen. `limits` are the devices' bytes. The
-    state must fit together with at least one row on each device. Devices at the positions
-    `without_rows` only hold a part of the state; in their first pass, they compute one filler row
-    that doesn't count.
+    Return None if the state doesn't fit together with at least one row on each device. A fixed
+    batch is computed in one pass if it fits. For a free batch, the rows that fit in one pass and
+    give the highest expected samples/s are chosen. `limits` are the devices' bytes. Devices at the
+    positions `without_rows` only hold a part of the state; in their first pass, they compute one
+    filler row that doesn't count.
     """
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:

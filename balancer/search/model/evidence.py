@@ -223,8 +223,9 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
 def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return the factor by which the device's steps now take longer because of throttling.
 
-    If the device isn't throttled any more, the factor is 1. Otherwise it is the median ratio of a
-    step time while throttled to the time that other measurements, without throttling, predict.
+    If the device isn't throttled any more, the factor is 1. Otherwise, each step time while
+    throttled is divided by the time that measurements without throttling predict, and the factor is
+    the median of these ratios.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
