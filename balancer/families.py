@@ -63,7 +63,7 @@ class SearchView(Protocol):
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """The layouts on one device worth racing: on the fastest device, and on close rivals."""
+        """The best solo layout, possibly followed by the same layout in a single pass."""
 
     @property
     def splits(self) -> Sequence[Layout]:
@@ -171,7 +171,7 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the layouts on the fastest single device and on devices that may be faster."""
+        """Return the best solo layout, possibly followed by the same layout in a single pass."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:

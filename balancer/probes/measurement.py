@@ -398,10 +398,11 @@ class Measurement:
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's block, such as the time spent waiting for input.
+        """Return the parts of a rank's measured time, such as the time spent waiting for input.
 
-        If the process has its CPU cores to itself, its idle time is the rest of the block, in which
-        no thread computed, waited for a core or fetched rows.
+        `ran` is the rank's reply for a block of consecutive steps. The idle time is known only if a
+        single device trains, in a process that has its CPU cores to itself. It is the rest of the
+        block's time, in which no thread computed, waited for a core or fetched rows.
         """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:

@@ -62,7 +62,10 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Return the samples of each computing device as text, such as 820 + 568, with the passes."""
+    """Return the samples of each computing device as text, such as "820 + 568".
+
+    For a device that computes them in several passes, the text is like "(820 = 2 × 410) + 568".
+    """
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
@@ -158,11 +161,12 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, interval: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
-    """Compare a rival with the chosen layout.
+    """Compare a rival with the chosen layout by their samples/s.
 
-    They are compared by their samples/s; `interval` is that of the rival's samples/s. The gain is
-    taken from the turns of the race (`in_turn`) instead if the samples/s tie, or if they contradict
-    the turns.
+    `interval` is the rival's samples/s. `in_turn` is the rival's result in the race, each turn of
+    which measures all layouts once; None if the rival wasn't raced. The gain is normally computed
+    from the samples/s. It is computed from the turns if they show which layout is faster while the
+    samples/s tie or contradict them.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)

@@ -22,10 +22,11 @@ FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory of the model's state, and of adapters that could be trained instead.
+    """Return the memory of the model's state, and the memory that training adapters would need.
 
     `chosen` is the plan's layout; None without a plan. Return None if no shards were tried, because
-    the state's size is then unknown. If adapters are trained already, the result has no others.
+    the state's size is then unknown. If the training already trains adapters only, the result has
+    no estimates for adapters.
     """
     state = facts.state
     if state is None or not state.parameters:

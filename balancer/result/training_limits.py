@@ -436,8 +436,9 @@ def _seconds_saved_by_one_pass(
 def _is_whole_sample(part: PartSeconds) -> bool:
     """True if the driver's sample of running kernels covers the measurement.
 
-    A sample that began before the session's kernels contains nearly none of them. If the sample is
-    unknown, it is taken to cover the measurement.
+    In a sample, the driver reports for which fraction of the time a process's kernels ran. If the
+    session's own kernels ran for hardly any of it, most of the sample is from before they began. If
+    the driver doesn't report the fraction, the sample is taken to cover the measurement.
     """
     return part.busy is None or part.busy >= LEAST_BUSY
 

@@ -157,9 +157,10 @@ class Budget:
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
-        Also, `seconds` must be at most a fixed part of the time left, which is smaller if `after`
-        isn't 0. This second condition doesn't apply if steps of `step_seconds` are so slow that a
-        probe times only one, because there is no time for many probes anyway.
+        Also, `seconds` must be at most the fraction `EXPLORES` of exploration's remaining time, or
+        half of that if `after` isn't 0. This second condition doesn't apply if steps of
+        `step_seconds` are so slow that a probe times only one, because there is no time for many
+        probes anyway.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):

@@ -180,7 +180,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why the search has ended, for a search that a larger budget wouldn't continue.
+        """Return why the search has ended, given that it wouldn't go on even with a larger budget.
 
         `tied` is True if the two fastest layouts differ by so little that measuring them again
         couldn't tell which is faster.

@@ -90,7 +90,10 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack of each mode or, before any was measured, the smallest pack."""
+        """The best measured pack of each mode or, if none has run yet, the next one to measure.
+
+        A pack is several trainings on one device. Its mode is how they share the device.
+        """
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
@@ -98,10 +101,11 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack on logical devices, with as many trainings as the best plain pack.
+        """Return the pack on logical devices with as many trainings as `plain`.
 
-        If the budget doesn't suffice for that pack, return the largest pack on logical devices that
-        was measured.
+        `plain` is the best pack without logical devices. If the budget doesn't suffice to measure
+        the wanted pack, return the largest pack on logical devices that was measured, if there is
+        one.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())

@@ -128,9 +128,10 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch of each of `size` trainings; 0 if not even the smallest fits.
+        """Return the batch size for each training when `size` of them run side by side.
 
-        It is at most the batch of the solo layout.
+        If the user fixed the global batch, it is that batch. Otherwise it is at most the batch of
+        the solo layout. Return 0 if not even the smallest batch fits.
         """
         batch = self._single.global_batch
         if self._problem.global_batch is not None:

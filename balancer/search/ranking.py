@@ -61,11 +61,12 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return how much can be gained by choosing whichever of the two layouts is really faster.
+        """Return how much can be gained by choosing whichever of two layouts is really faster.
 
-        The gain is relative to always choosing the other layout. It is E[max(0, d)], where d is the
-        true relative difference, so it is never negative. With `more_turns`, it is the gain that
-        could still be expected after that many further turns with the same mean.
+        Let d be how much faster the first layout really is, relative to the second. The expected
+        gain over always choosing the second layout is E[max(0, d)], which is never negative. With
+        `more_turns`, it is the gain that could still be expected after that many further turns with
+        the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error

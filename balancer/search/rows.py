@@ -156,9 +156,10 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return the layouts to race for an objective that may trade speed, such as low energy.
+        """Return layouts to race if the objective may give up speed, for example to save energy.
 
         They are the best solo layout of each device, and the splits predicted to be most efficient.
+        Layouts that don't fit are left out.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]

@@ -187,10 +187,11 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return a round's batches, with batches for devices that would otherwise be idle in it.
+        """Return the batches of a round, with further batches for devices that `due` leaves idle.
 
-        These devices measure their share of the optimistic layout, if that shows something new and
-        doesn't prolong the round.
+        An idle device measures its batch of the optimistic layout, if that shows something new and
+        doesn't prolong the round. The optimistic layout would be fastest if each device were as
+        fast as its measurements allow.
         """
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {

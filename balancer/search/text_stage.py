@@ -130,9 +130,12 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
 
-        It isn't if a measured pass already took so much longer than the shortest pass that the cost
-        of tokens is known, or if the larger pass would take too long. The larger pass must also be
-        one that may fit and that a training may use.
+        The larger pass must be one that may fit and that a training may use. At least one pass must
+        have been measured on the device. A larger pass isn't worth it in two cases:
+
+        - The slowest measured pass took at least `LONG_ENOUGH` times as long as the fastest one, so
+          the cost of tokens is already known.
+        - The larger pass would take too long.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

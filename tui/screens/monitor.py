@@ -256,7 +256,7 @@ class DevicePanel(ListPanel[PanelRow]):
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Show the devices of a snapshot, without drawing them yet."""
+        """Set the devices to show, from a snapshot. They are drawn at the next refresh."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(

@@ -51,7 +51,7 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Reads as many of the newest values of a metric as a graph of this window shows."""
+    """Reads the newest values of a metric, for all ticks that a graph of this window shows."""
 
     past: PastTicks
     window: TickWindow

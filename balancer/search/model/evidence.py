@@ -59,7 +59,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device alone while others computed; 0 if it never ran."""
+        """The highest samples/s of the device in its own process; 0 if it never ran so.
+
+        Only measurements during which the other devices computed too count.
+        """
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:

@@ -363,10 +363,11 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function for which each point is on its level.
+    """Return the step function that puts each point on its level.
 
-    `levels` has the number of each point's level. Return None if no step function puts the points
-    there, because of their times or because of their batches.
+    `levels` has the level for each point, counted from 0 at the smallest batch. Return None if the
+    times of the points don't fit levels at equal distances, or if their batches don't fit levels of
+    equal width.
     """
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -386,8 +387,9 @@ def _find_parameters(
 ) -> tuple[tuple[float, float, float], ...]:
     """Return the `places` of `Stairs` that put each batch on its level; empty if there are none.
 
-    If a width that is a power of two is feasible, return only the parameters for that width,
-    because kernels compute rows in tiles of such sizes.
+    Each item is (levels per sample, lowest shift, highest shift). The width of a level is the
+    number of samples per level. If a width that is a power of two is possible, return only one
+    item, for that width, because kernels compute rows in tiles of such sizes.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
