@@ -437,10 +437,11 @@ def _find_alone(
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """Return the rows with most labels of the first rows ignored, or unchanged if not needed.
+    """Return the rows, with most labels of the first ones set to "ignored" if needed.
 
     It is needed if the first part has about the same fraction of all labels as of all rows. A mean
-    over rows would then be nearly equal to a mean over labels.
+    over rows would then be nearly equal to a mean over labels. Otherwise the rows are returned
+    unchanged.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

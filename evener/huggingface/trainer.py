@@ -79,8 +79,8 @@ def with_plan(
     batches.
 
     - `ratios`, instead of a plan, divide each global batch among the processes.
-    - `global_batch` is the number of rows per global batch. The default is the plan's number or,
-      with `ratios`, the number on which the processes would train with equal shares.
+    - `global_batch` is the number of rows per global batch. The default is the plan's number.
+      With `ratios`, the default is `per_device_train_batch_size` times the number of processes.
     - `strict` raises an error instead of a warning if the plan was measured on other devices.
     - `journal` makes `evener runs` show the training's steps/s and restarts.
     - `rebalance` adapts shares to the ranks' compute time (own work) during the training.

@@ -169,11 +169,12 @@ class TracedStep:
     def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Run the step; this is the function that is traced. Return five results of the step:
 
-        - the gradients' random sums, a row for each name in `_kinds`
+        - random sums of the gradients: one row for each weight, in the order of `_kinds`
         - the logs
         - the margins of decisions, in the order of `_places`
         - random sums of the model's outputs
-        - what a `StepCall` contains, with the outputs' masks after the outputs
+        - the fields of a `StepCall`, and the outputs' masks as an additional second field; None if
+          the step isn't plain, or if its outputs aren't tensors
 
         `seed` is the seed of the random sums.
         """

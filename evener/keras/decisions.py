@@ -138,10 +138,9 @@ def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[An
     """Yield amounts that move each comparison's margin above 0, then amounts that move it below.
 
     A margin is left minus right side, so adding an amount to the left side changes the margin. For
-    each comparison, `margins` has the margins of the whole batch. `apart` has the largest distances
-    between these margins and those of the batch's parts. The amounts move a margin to half of its
-    distance above 0, then to half of it below 0. Where the batch and its parts agree, the amounts
-    are 0.
+    each comparison, `margins` has the margins of the whole batch. `apart` has the largest distance
+    d of each margin from those of the batch's parts. The first amounts change the margins to d / 2,
+    and the second ones to -d / 2. Where the batch and its parts agree, d and the amounts are 0.
     """
     for side in (0.5, -0.5):
         yield [

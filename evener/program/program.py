@@ -520,9 +520,10 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Report to all ranks the result of a guard that was created after a change of settings.
+        """Send the other ranks what the guard has found after a change of settings.
 
-        This method doesn't wait for the other ranks, because they may not have seen the change.
+        The result is the reason why shares have to become equal, or "" if there is none. This
+        method doesn't wait for the other ranks, because they may not have seen the change.
         """
         assert self.training is not None
         self._rechecks = False

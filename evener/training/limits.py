@@ -237,10 +237,10 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return a part without the time that its device lost to heat, power or a neighbour.
+    """Return a part of a step's time without what its device lost to heat, power or a neighbour.
 
-    Only a part that is caused by unequal work is shortened, because it includes such losses. Other
-    parts are returned unchanged.
+    Only the time lost by unequal work is shortened. It includes those losses, because the other
+    devices wait for a slowed device. Other parts are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

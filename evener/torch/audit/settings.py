@@ -175,9 +175,10 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and its classes to `found`, except for classes of libraries.
+    """Add the settings of an object and of its classes to `found`.
 
-    Objects inside `value` are inspected up to `depth` levels deep.
+    Classes defined in libraries are skipped. Objects inside `value` are inspected up to `depth`
+    levels deep.
     """
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):

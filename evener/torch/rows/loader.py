@@ -171,8 +171,9 @@ class Loader:
     def next_epoch(self) -> int:
         """The epoch number of the next loop.
 
-        It is the epoch that `set_epoch` chose, the epoch of a state that was loaded in mid-epoch,
-        or otherwise the epoch after the last loop's epoch.
+        After `set_epoch`, it is the chosen epoch. After `load_state_dict`, it is the epoch of the
+        loaded state if that epoch has steps left, and otherwise the one after it. After a loop, it
+        is the epoch after the loop's.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))

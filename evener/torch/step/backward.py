@@ -1,7 +1,8 @@
-"""Notify listeners of each loss on which a loop calls backward, and of its last operations.
+"""Notify listeners of each loss on which a training loop calls backward.
 
-If a loss comes from other operations than earlier losses, the loop computes it in another way. For
-example, it adds a term in a later epoch.
+Listeners also get the last operations that computed the loss. If these differ from the operations
+of earlier losses, the loop now computes its loss in another way. For example, it adds a term in a
+later epoch.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class Part:
 
         `turn` is a planned pass or, after the planned pass ran out of memory, some of its rows. If
         `turn` has all rows of this part, this part itself is returned. Otherwise the weight of the
-        new part is in proportion to its rows, or to the result of `count` for these rows.
+        new part is in proportion to its number of rows. If the loss is a mean over what `count`
+        counts, the weight is in proportion to the result of `count` for these rows instead.
         """
         if turn.rows == self.rows:
             self.turn = turn

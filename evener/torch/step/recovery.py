@@ -241,7 +241,8 @@ class Recovery:
     def _check_smaller(self, running: RunningPass) -> None:
         """Raise DeviceError unless smaller passes give the same gradient as `running`.
 
-        This is checked by the callback `check`, if it is set, until the check has once succeeded.
+        The callback `check` compares the gradients, with as many rows as memory allows, up to 8.
+        Nothing is done if `check` isn't set, or once it has succeeded.
         """
         part = running.part
         if self.check is None or self.checked or part.rows < 2:

@@ -442,8 +442,9 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of a backward pass from losses, weighted as by `scale`.
+        """Return the initial gradients for a backward pass from several losses.
 
+        Each is multiplied by this rank's weight and the number of ranks, like the loss in `scale`.
         `gradients` has the unweighted initial gradients, one for each loss; None stands for ones.
         """
         weight = self.shares.world * self.weight

@@ -425,11 +425,13 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes during a pass, because the pass may have to be retried.
 
-    `late` is True if the results of rows depend on random draws or on one another. In that case,
-    all gradients of a failed pass are dropped. Otherwise the gradients that the pass has already
-    computed are complete. `final` has the ids of their parameters, and the retry leaves these
-    gradients unchanged. If `apart` is True, the gradients of earlier passes are set aside until the
-    pass ends.
+    A pass that fails may already have computed the gradients of some parameters, for all of its
+    rows. `final` has the ids of these parameters, and the retry leaves their gradients unchanged.
+    If the results of rows depend on random draws or on one another, a retry computes other results.
+    In that case, all gradients of the failed pass are dropped instead.
+
+    `late` is True for such a pass, and while a failed pass with `final` gradients is retried. If
+    `apart` is True, the gradients of earlier passes are set aside until the pass ends.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:

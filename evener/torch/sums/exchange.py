@@ -511,9 +511,9 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of the parameters whose gradients exchanges sum over the ranks.
+    """Return the parameters whose gradients evener sums over the ranks, by id.
 
-    The value of an id is True if its exchange has completed a sum.
+    The value is True if the parameter's exchange has completed a sum before.
     """
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
