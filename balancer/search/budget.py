@@ -97,13 +97,14 @@ class Budget:
     ) -> float:
         """Return how long the next probe may measure, in seconds, without its start and warm-up.
 
-        At least `reserved` seconds remain for later probes. In exploration, a probe may take at
-        most 1 / `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. Two steps
-        are always allowed. A step takes `step_seconds`, by default an estimate.
+        `reserved` seconds are kept for later probes. In exploration, a probe may take at most 1 /
+        `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. Even if that is
+        exceeded, the time is enough for two steps. A step takes `step_seconds`, by default an
+        estimate.
 
-        If steps are so slow that there is no time for two, the probe times a single step, a "lone
-        step". It does so if it is given less time than one step takes, so half of a step's time is
-        returned. A check always has two steps, because it confirms the winner's samples/s.
+        If steps are very slow, the probe times only a single step, a "lone step". A probe does so
+        if it is given less time than one step takes, so half of a step's time is returned. A check
+        always has two steps, because it confirms the winner's samples/s.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))

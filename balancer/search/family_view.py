@@ -47,10 +47,13 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits over all live devices and, if the options ask for scaling, over fewer.
+        """The even splits over all live devices.
 
-        Empty if splits were requested and exploration hasn't measured any yet: if the user didn't
-        fix the global batch, it is taken from the best split, so it isn't known until then.
+        If the options ask for scaling, even splits over fewer devices are included.
+
+        The result is empty if splits were requested and exploration hasn't measured any yet. If the
+        user didn't fix the global batch, an even split has as many rows per device as the best
+        split, which isn't known until then.
         """
         if self.options.with_splits and not self._policy.machine.splits:
             return []

@@ -150,11 +150,11 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the costs, raised for numbers of devices that no split has had.
+        """Return the exchange costs, raised where more devices take part than in any split so far.
 
-        Splits had up to `widest` devices. A split over more devices is assumed to cost at least as
-        much as the known link takes. Links between hosts aren't known, so the costs over several
-        hosts are returned unchanged.
+        Splits had up to `widest` devices. An exchange of more devices is assumed to cost at least
+        the time that it takes over the known link. Links between hosts aren't known, so the costs
+        over several hosts are returned unchanged.
         """
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -166,8 +166,9 @@ class MachineModel:
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
         """Return a lower bound for the seconds that an exchange adds to a step of `ranks` ranks.
 
-        Computation hides a part of the exchange, and hides most of it on the slowest device. The
-        batch is assumed to be divided evenly. A free batch is assumed to be as large as fits.
+        A device hides a part of the exchange behind its computation. The bound is what is left on
+        the device that hides most. The batch is assumed to be divided evenly. A free batch is
+        assumed to be as large as fits.
         """
         batch = self.problem.global_batch
         left = []
@@ -249,9 +250,9 @@ class MachineModel:
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
         """Return a layout of these shares.
 
-        A share that isn't expected to fit in one pass, or is faster in several, is divided into
-        passes. With `surely`, passes have only as many rows as certainly fit. A device that can't
-        use passes computes its share in one pass in any case.
+        A share is divided into passes if it isn't expected to fit in one pass, or if several passes
+        are faster. With `surely`, passes have only as many rows as certainly fit. A device that
+        can't use passes always computes its share in one pass.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(

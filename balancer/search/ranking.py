@@ -129,13 +129,13 @@ def rank(
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
     """Return the fastest candidate, or one that is preferred although it may be slower.
 
-    - If the objective may trade speed: the layout with the best value of the objective among those
-      at most `max_slowdown` slower than the fastest.
-    - Otherwise, if the global batch is free, there is a tolerance, and the fastest layout has no
-      knobs and is no pack or placement: the layout with the smallest global batch within the
-      tolerance of the fastest.
-    - In all other cases: the simplest layout that is slower than the fastest by less than 1 %, or
-      by less than the tolerance if that is smaller.
+    - The objective may give up speed, for example to save energy: return the layout with the best
+      value of the objective. It may be slower than the fastest by at most `max_slowdown`.
+    - The user accepts a tolerance and didn't fix the global batch: return the layout with the
+      smallest batch within the tolerance. This doesn't apply if the fastest layout is a pack or
+      placement, or has knobs (tuned options such as XLA).
+    - All other cases: return the simplest of the layouts that are about as fast. They are slower
+      than the fastest by less than 1 %, or by less than the tolerance if that is smaller.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
 

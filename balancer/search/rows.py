@@ -355,11 +355,12 @@ class RowPolicy:
     ) -> Layout | None:
         """Return an even split over the devices at `positions`; None if none fits.
 
-        A fixed batch is computed in passes if necessary. If the batch is free, each device gets as
-        many rows as the first of `splits` has per device. Without splits, each device has a best
-        batch alone, and all devices get the smallest of these batches. If that doesn't fit, each
-        device gets as many rows as certainly fit on all devices. A fixed batch is reduced like that
-        only if `whole` is False; otherwise return None.
+        If the batch is free, each device gets as many rows as the first of `splits` has per device.
+        Without splits, all devices get the same batch: the smallest of the devices' best batches
+        alone. If that may not fit, each device gets as many rows as certainly fit on all devices.
+
+        A fixed batch is computed in passes if necessary. If it doesn't fit even so, the result is
+        None if `whole` is True, and otherwise a split with a smaller batch that fits.
         """
         count = len(positions)
         quantum = self.machine.quantum

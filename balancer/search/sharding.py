@@ -228,8 +228,8 @@ class Sharding:
     def _failures(self) -> list[int]:
         """The number of whole steps that ran out of memory on each device, by position.
 
-        If an observation doesn't say on which devices memory ran out, it counts for all that took
-        part.
+        If an observation doesn't say on which devices memory ran out, it counts for every device
+        that took part.
         """
         counts = [0] * self._problem.devices
         for one in self._seen:
@@ -287,10 +287,10 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices, as positions, to try as holders of state without rows.
+        """Return the sets of devices, as positions, that may hold state without computing rows.
 
-        A set has the 1, 2, ... slowest devices, or those with the least memory. At least one device
-        isn't in the set, because some device must compute.
+        For each number of devices, there are two sets: the slowest devices, and the devices with
+        the least memory. No set has all devices, because at least one device must compute.
         """
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))

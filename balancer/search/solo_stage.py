@@ -115,10 +115,11 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _worth_waiting(self, due: Batches) -> Batches:
-        """Return the devices whose second batch may gain most per second of the round.
+        """Return the devices to measure with their second batch in the next round.
 
-        `due` has the second batch of each device. A device is left out if it would prolong the
-        round for little gain. Return an empty dict if the budget doesn't allow the round, or if the
+        `due` has the second batch of each device that still needs it. The devices are chosen so
+        that the round may gain most per second: a device that would prolong the round for little
+        gain is left out. Return an empty dict if the budget doesn't allow the round, or if the
         round isn't worth its time.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
@@ -445,11 +446,12 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches of a device: 8 and 64 rows, but at most `most`.
+        """Return the first two batches to measure on a device: 8 and 64 rows, or fewer.
 
-        If an even share of the global batch, or of the largest global batch, is below 64 rows, the
-        second batch is that share, and the first is an eighth of it. Both are multiples of the
-        quantum.
+        Both are at most `most`. The second batch is also limited to an even share of the global
+        batch or, if that is free, of the largest global batch that the user allows. If this makes
+        it smaller than 64 rows, the first batch is an eighth of it. Both batches are rounded up to
+        multiples of the quantum.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch

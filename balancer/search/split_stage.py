@@ -97,11 +97,12 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the layout and the step duration of the search's first split or single device.
+        """Return the layout to probe and the duration of its step, with safer passes if necessary.
 
-        The passes are replaced by safer ones if a device of the layout ran out of memory before and
-        there is no time for a second attempt. Safer passes have sizes that ran before or certainly
-        fit.
+        `layout` is the search's first split or single device, and `seconds` the duration of its
+        step. Its passes are replaced by safer ones if one of its devices ran out of memory before
+        and there is no time for a second attempt. Safer passes have sizes that ran before or
+        certainly fit.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -179,10 +180,12 @@ class SplitStage:
         """Return the device to measure next while the others are idle, at its best batch.
 
         Of the devices in `_never_measured_with_others_idle`, it is the one with the highest
-        predicted samples/s. It may beat all splits with a larger batch, or because it runs without
-        contention. Return None if no device is expected to win, or if the first split hasn't been
-        measured yet. If the batch is fixed or there is only one device, a batch that may not fit is
-        tried even if it isn't expected to win.
+        predicted samples/s. A single device may beat all splits because its batch is larger, or
+        because it runs without contention.
+
+        Return None if the device isn't expected to win, or if the first split hasn't been measured
+        yet. There is one exception: if the batch is fixed or there is only one device, a batch that
+        may not fit is tried even if it isn't expected to win.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:

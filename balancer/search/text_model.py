@@ -386,9 +386,9 @@ class TextModel(MachineModel):
     def best_split(self) -> Layout | None:
         """The split that should be fastest, with rows assigned by cost; None if there is none.
 
-        It uses the devices of one host or of all hosts, and leaves out the slowest of them if the
-        split is then faster. There is no split for fewer than two devices, or if they can't hold
-        the longest row.
+        It uses the devices of one host or of all hosts. The slowest of these devices are left out
+        if the split is faster without them. There is no split for fewer than two devices, or if
+        they can't hold the longest row.
         """
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))

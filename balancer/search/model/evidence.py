@@ -132,10 +132,10 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """True if the observation is a failure that may be due to several passes.
+    """True if a probe may have failed because its workload doesn't support several passes.
 
-    The workload may not support several passes. The failure may be due to that if the device at
-    `position` had several passes in the probe, and if it isn't the loss of a device.
+    This is possible if the device at `position` had several passes in the probe. A failure that is
+    the loss of a device doesn't count.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
@@ -244,10 +244,11 @@ def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
     """Return the measurements in which the device was throttled, if it is still throttled.
 
-    If the device has been checked, it is assumed to be still throttled if its last check was.
-    Otherwise, all of its splits and turns of the race must have been throttled. Return an empty
-    list if it isn't throttled any more. Also return an empty list for a single measurement, because
-    its throttling is assumed to be brief.
+    If the device took part in a check, it counts as still throttled if it was throttled in the last
+    one. Otherwise, it must have been throttled in all of its splits and turns of the race.
+
+    Return an empty list if the device isn't throttled any more. A single measurement isn't enough
+    to tell, because throttling may be brief, so the list is then empty too.
     """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -265,12 +266,14 @@ def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
-    """Yield the device's points: its compute time (own work) in a step, or the whole step if alone.
+    """Yield a point for each measurement of the device: its batch, time and relative error.
 
-    The error of a point is the larger of the measured error and the error expected from the median
-    noise per step: a measured interval is often too narrow by chance, because a probe ends once its
-    interval is narrow enough. The error is raised at most by the factor `LUCKY`, because steps of
-    few rows may be noisier than others.
+    The time is the device's compute time (own work) in a step. If the device ran alone, it is the
+    duration of the whole step.
+
+    A measured error is often too small by chance, because a probe ends once its interval is narrow
+    enough. It is therefore raised to the error that the median noise per step lets expect, but at
+    most by the factor `LUCKY`, because steps of few rows may be noisier than others.
 
     `slower` is the factor by which throttling now prolongs the device's steps. If it is 1,
     measurements in which the device was throttled are used only if there are no others. If it is
@@ -317,12 +320,12 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the evidence with drift between probes added to the relative errors of its points.
+    """Return the devices' evidence, with drift added to the relative errors of all points.
 
-    A device's speed drifts from probe to probe, for example because of heat. The noise within a
-    probe doesn't show that. The drift is the median of the differences from `_list_drifts` and an
-    additional 0. Without this 0, a single pair of points, which one disturbance may have changed,
-    would be taken for drift.
+    Drift is a change of a device's speed from probe to probe, for example because of heat. The
+    noise within a probe doesn't show it. It is estimated as the median of the differences from
+    `_list_drifts` and an additional 0. Without this 0, a single pair of points, which one
+    disturbance may have changed, would be taken for drift.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -341,11 +344,11 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how much the times of two points differ, for any two points of nearly the same batch.
+    """Yield the difference in time for each pair of points of one device with similar batches.
 
-    Both points are of one device. The difference is the absolute logarithm of the ratio of their
-    times, minus what the small difference of the batches may explain. It is 0 if the points' errors
-    explain the rest.
+    The batches of a pair are nearly the same. The difference is the absolute logarithm of the ratio
+    of the two times, minus what the small difference of the batches may explain. It is 0 if the
+    points' errors explain the rest.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
@@ -427,11 +430,11 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if two measurements of different devices can't belong to one likely curve.
+    """True if two devices, each measured alone, can't be described by one likely curve.
 
-    Both devices ran alone, and the difference exceeds the noise. In the first case, the smaller
-    batch took longer than the larger one. In the second case, the batches are nearly equal, and the
-    ratio of the times is larger than the ratio of the batches.
+    That is so if one of these differences between a measurement of each exceeds the noise: the
+    smaller batch took longer than the larger one, or the batches are nearly equal but the ratio of
+    the times is larger than the ratio of the batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)

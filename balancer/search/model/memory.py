@@ -122,10 +122,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
         It is the prediction of the memory line, if the line is known and no smaller batch has
-        failed. Otherwise it is a batch between the largest that ran and the smallest that failed
-        or, if none failed, `BLIND_GROWTH` times the largest that ran. With `optimistic`, it is the
-        batch just below the smallest that failed instead of one in between, until a second attempt
-        fails. Return 0 if no batch can fit.
+        failed. Otherwise, if no batch has failed yet, it is `BLIND_GROWTH` times the largest that
+        ran. After a failure, it is a batch between the largest that ran and the smallest that
+        failed. With `optimistic`, it is instead the batch just below the smallest that failed,
+        until a second attempt fails. Return 0 if no batch can fit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (

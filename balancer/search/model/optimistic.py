@@ -59,11 +59,11 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the seconds per sample that are assumed beyond the last point.
+    """Return the slope, in seconds per sample, that is assumed beyond the last point.
 
-    If the slope became smaller from gap to gap, it is assumed to fall further, as a power of the
-    batch: the result is the slope at about the middle of the next gap. The next batch is assumed to
-    be up to `BLIND_GROWTH` times the last one. Otherwise, return the slope of `curve`.
+    It is the slope of `curve`, unless the slope between the last three points becomes smaller. In
+    that case, it is assumed to fall further, as a power of the batch. The result is then the slope
+    at about the middle of the next gap, which ends at `BLIND_GROWTH` times the last batch.
     """
     first, middle, end = points[-3:]
     before = _slope(first, middle)

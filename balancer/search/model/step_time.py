@@ -295,11 +295,13 @@ class Stairs(msgspec.Struct, frozen=True):
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
         """Return the step function up to the batch `largest`, continued by a straight line.
 
-        `error` is the relative standard error of a typical point. The last batch of a level isn't
-        known exactly, only a range in which it lies. If n = `among` devices share a step and train
-        with the batch at the fraction x of that range, they gain in proportion to x unless one of
-        them is beyond its level and delays all. The expected gain x * (1 - x)**n is highest at
-        x = 1 / (n + 1).
+        `error` is the relative standard error of a typical point.
+
+        The last batch of a level isn't known exactly, only a range that contains it. The curve has
+        to place the end of the level somewhere in that range, at a fraction x of it. A larger x
+        means more rows in the same time, but if the batch turns out to be beyond the level on one
+        device, that device delays all. For n = `among` devices that share a step, the expected gain
+        is proportional to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
