@@ -119,10 +119,11 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
     """Resume the run named `name`.
 
     The run keeps its original request, except for `pace` and `share`, which are taken from
-    `request`. The budget and the Ray address are taken from it too if they are given. If
-    `extend_seconds` is given, the budget is the time already spent plus these seconds. Raises
-    RequestError if the run is in progress, if nothing could be measured, or if it was measured with
-    another request or on other devices.
+    `request`. If `request` has a budget or a Ray address, it replaces the run's own. If
+    `extend_seconds` is given, the budget is the time already spent plus these seconds.
+
+    Raises RequestError if the run is in progress, if nothing could be measured, or if it was
+    measured with another request or on other devices.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:

@@ -298,11 +298,14 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the layouts to compare a plan with: a split, one device, a larger batch, and the sum.
+    """Return the layouts to compare a plan with, followed by the sum of all devices alone.
 
-    A plan of one device is compared with the faster of the even and the best split, and with
-    another device alone. The sum adds up the samples/s of all devices alone, each at its fastest
-    batch. With `at_batch`, the sum prefers measurements at the plan's batch.
+    The layouts are a split, one device alone, and a layout with a larger batch. The split is the
+    even split or, for a plan of one device, the faster of the even and the best split. A layout
+    that wasn't measured is left out.
+
+    The sum adds up the samples/s of all devices alone, each at its fastest batch. With `at_batch`,
+    the sum prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -324,12 +327,13 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the measurement of the single device to compare the plan with; None if there is none.
+    """Return the measurement of one device alone to compare the plan with; None if there is none.
 
-    It is the single device of the race, unless another device alone was faster at the same batch.
-    Such a device isn't used if it was even faster than the plan: it was measured at a time when the
-    machine was faster. If no single device was in the race, the fastest device alone is returned. A
-    plan of one device is never compared with that device.
+    It is usually the single device that took part in the race. If another device alone was faster
+    at the same batch, it is that device instead. However, a device that was even faster than the
+    plan isn't used, because the machine must have been faster when it was measured. If no single
+    device was in the race, return the fastest device alone. A plan of one device is never compared
+    with that device.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)

@@ -78,9 +78,10 @@ def _weight(doubt: MeasurementDoubt) -> float:
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
     """Yield the doubts about the chosen layout, and every loss that was NaN or infinite.
 
-    The ranks of a group can't tell a disturbance from waiting for each other, so it may be missing
-    in their measurements. If the chosen layout has several devices, disturbances of other layouts
-    in the race therefore count too, if they lasted for most of a measurement.
+    A rank that is disturbed and a rank that waits for others look alike, so the measurements of
+    several devices may not show a disturbance. If the chosen layout has several devices,
+    disturbances of other layouts in the race therefore count too, if they lasted for most of a
+    measurement.
     """
     for one in seen:
         if isinstance(one, Timed):

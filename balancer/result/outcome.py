@@ -126,7 +126,7 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch, and at the plan's batch if that is another.
+    """Yield each device alone at its fastest batch, and also at the plan's batch if they differ.
 
     A device that took part in the race has the result of the race.
     """

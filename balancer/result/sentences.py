@@ -312,7 +312,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return a gain whose error exceeds its size as text.
+    """Return the text about a gain whose error is larger than the gain itself.
 
     If the gain is certainly at least 1 %, the text has its lower bound. Otherwise it says that the
     gain isn't certain.

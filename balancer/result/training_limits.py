@@ -275,11 +275,11 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step that would be saved if a batch had twice as many rows.
+    """Return the seconds saved per step if every two steps became one step of twice as many rows.
 
-    The saving is for as many rows as a step has now. `waits_s` is the part of the step in which the
-    device waits for its host. With twice the rows, the host takes as long as before, and the device
-    twice as long.
+    `step_s` is the duration of a step now, and `waits_s` the part of it in which the device waits
+    for its host. With twice the rows, the host takes as long as before, and the device twice as
+    long.
     """
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
