@@ -105,7 +105,8 @@ class EventThread:
 
     The caller may call `run`, which does the work on the caller's thread. Or it reads `events`;
     then the work has a thread of its own. A subclass implements `_work`, which reports events with
-    `_emit`. It waits for `_going` before it starts anything new, and returns once `_halt` is set.
+    `_emit`. `_work` must wait for `_going` before it starts anything new, and return once `_halt`
+    is set.
 
     If a signal interrupts the reader of the events, the signal handler can call `stop`, and the
     reader can continue to read.

@@ -150,10 +150,11 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return the held bytes to report: `short`, rounded up to a multiple of `STEP`.
+        """Return how many held bytes to report: `short`, rounded up to a multiple of `STEP`.
 
-        If `short` isn't above the last reported value, that value is returned again, so that small
-        changes aren't reported.
+        `short` are the bytes of the device's memory that other processes hold. If they aren't more
+        than the last reported value, that value is returned again, so that small changes aren't
+        reported.
         """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))

@@ -60,13 +60,15 @@ class QuickStep(NamedTuple):
 def compare_quick_steps(
     trainings: Sequence[Sequence[QuickWindow]], same_loop: bool
 ) -> tuple[list[QuickStep], float]:
-    """Return each training's quick step at full speed, and the error that the slope adds.
+    """Return each training's quick step at full speed, and the error of the two steps' ratio.
 
-    `trainings` has the windows of two trainings. If `same_loop`, the fixed loop takes equally long
-    in both on equally fast cores. Otherwise, for example with another version of Python, each
-    training is assumed to have had a core at full speed in its fastest windows. The error belongs
-    to the ratio of the two steps: it is half of the ratio's 95 % interval, as a fraction of the
-    ratio.
+    `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
+    the core. If `same_loop`, the loop takes equally long in both trainings on equally fast cores.
+    Otherwise, for example with another version of Python, each training is assumed to have had a
+    core at full speed in its fastest windows.
+
+    The error is the part that comes from correcting the steps for slow cores. It is half of the
+    ratio's 95 % interval, as a fraction of the ratio.
     """
     slowed = _find_slowed(trainings, same_loop)
     times = [[math.log(window.step_s) for window in each] for each in trainings]
@@ -96,9 +98,11 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) ->
 def _fit_slope(
     times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Return the common slope of step times over the slowness of cores, with its standard error.
+    """Return how much longer steps take on slower cores, and the standard error of that.
 
-    Only differences within each training count, because the trainings themselves may differ.
+    It is the slope of `times`, the logarithms of step times, over `slowed`, the logarithms of how
+    much slower the cores were. All trainings have the same slope. Only differences within each
+    training count, because the trainings themselves may differ.
     """
     squares = products = 0.0
     for own_times, own_slowed in zip(times, slowed, strict=True):
