@@ -264,9 +264,11 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if `record` reproduces the tensor, and its values for parts of a few rows add up.
+        """True if repeating the calls in `record` shows that the tensor is a sum over rows.
 
-        The result is False if the tensor is 0 for these rows, because zeros would prove nothing.
+        For the whole batch, the calls must reproduce the tensor. For a few rows, the results for
+        two parts of the rows must add up to the result for all of them. If that result is 0, return
+        False, because zeros would prove nothing.
         """
         few = next(iter(self._list_rows()), None)
         if few is None or not _are_near(record.compute(self.batch, self.rows), tensor):
@@ -439,10 +441,11 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why a rank can't have more rows than in this batch; empty if nothing is known.
+        """Return why this rank can't have more rows than in this batch.
 
-        The loss may use a tensor with one entry per row that isn't in the batch. In that case, this
-        method tries to compute the loss of one more row, without its gradient.
+        Return "" if no reason is found. A reason is only possible if the loss uses a tensor with
+        one entry per row that isn't in the batch. In that case, this method tries to compute the
+        loss of one more row, without its gradient.
         """
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
             return ""
@@ -457,11 +460,11 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """Set `are_sums` and return True if a difference shows that the loss is a sum over rows.
+        """True if the loss is found to be a sum over rows; then also set `are_sums`.
 
-        `cause` is the likely cause of the difference. Return False if this guard mustn't look for
-        sums, or if a number in the loss may count rows, such as len() of a list. Such a number
-        would make a mean look like a sum.
+        `cause` is the likely cause of a difference that was found; it must be "sum". Return False
+        if this guard mustn't look for sums, or if a number in the loss may count rows, such as
+        len() of a list. Such a number would make a mean look like a sum.
         """
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False

@@ -69,9 +69,10 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the place of the exchange that the first affected tensor in `data` depends on.
+        """Return the place of an exchange that a tensor in `data` depends on.
 
-        `data` may be nested. The result is empty if none of its tensors depends on an exchange.
+        `data` may be nested, and its first such tensor counts. Return "" if no tensor depends on an
+        exchange.
         """
         for each in leaves_of(data):
             place = self._marks.find(each) if isinstance(each, torch.Tensor) else ""

@@ -187,10 +187,9 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why an optimizer's step isn't in a loop whose batches evener can divide.
+        """Return why evener can't divide the batches of the loop in which an optimizer steps.
 
-        The reason applies to a step of a wrapped model. It says what prevents this in the loop's
-        loader.
+        The optimizer trains a wrapped model, so the reason is in the loop's loader.
         """
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
@@ -712,8 +711,8 @@ class Program:
     ) -> PlannedTraining:
         """Return a PlannedTraining of these models with the plan from `evener run`.
 
-        `global_batch` is the number of rows per step. `weigh` is "gradients" or "loss": whichever
-        is to be multiplied by a rank's weight. `place` has further arguments of `find_shares`.
+        `global_batch` is the number of rows per step. `weigh` says what is multiplied by a rank's
+        weight: "gradients" or "loss". `place` has further arguments of `find_shares`.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)

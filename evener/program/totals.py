@@ -56,7 +56,7 @@ class Totals:
         kind.mark_storage(tensor, place)
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the collective that computed a tensor which is a sum over all ranks' rows.
+        """Return the collective that computed a tensor as a sum over the rows of all ranks.
 
         The collective is given by its name and line, such as "all_reduce (train.py:12)". Return ""
         if the tensor isn't such a sum.
@@ -89,11 +89,11 @@ class Totals:
     def _follow_whole(
         self, function: Any, tensors: list[torch.Tensor], result: Any, rows: Rows, place: str
     ) -> str:
-        """Note what a function computes from sums over all rows and other tensors.
+        """Mark what a function computes from sums over the rows of all ranks.
 
-        Return `place` if one of the other tensors is a value of this rank's own rows. A tensor with
-        a gradient doesn't count as such: it is a part of the loss, which is computed again in
-        parts.
+        The result isn't marked if the function also uses tensors of this rank's own rows. In that
+        case, return "" if all of these tensors have gradients: they are a part of the loss, which
+        is computed again in parts. Otherwise return `place`, the collective that computed the sums.
         """
         others = [each for each in tensors if not self._whole.find(each)]
         own = [each for each in others if rows.goes_by_rows(each)]
@@ -141,8 +141,9 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 def _is_fixed(value: Any, rows: Rows) -> bool:
     """True if a value in arithmetic can't be a count of this rank's rows.
 
-    Such values are tensors, 0, 1 and the number of ranks. The number of ranks is an exception if it
-    equals this rank's number of rows and the program has asked for that number.
+    That holds for tensors, for 0 and 1, and usually for the number of ranks. But if the program has
+    asked for this rank's number of rows, and that equals the number of ranks, the value may be
+    either of the two, so the result is False.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True

@@ -112,10 +112,11 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks compute their losses, or change weights and gradients, with different numbers.
+    """True if ranks compute with different numbers.
 
-    Numbers that change weights and gradients (`uses`) are compared only if all ranks have equally
-    many. One rank may have more because it computes something alone, for example to log it.
+    Compared are the numbers in their losses, and the numbers with which they change weights and
+    gradients (`uses`). The latter are only compared if all ranks have the same number of them: one
+    rank may have more because it computes something alone, for example to log it.
     """
     looked = [each for each in every if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
