@@ -110,11 +110,11 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the fastest of the given shares and of shares on fewer devices, down to `fewest`.
+    """Return the fastest allocation, with either the given shares or fewer devices.
 
-    Fewer devices may be faster because their gradient exchange is cheaper. `least` is the finish
-    time of the given shares without the exchange. The range of device counts is halved recursively,
-    and a range that can't be faster is skipped.
+    It has at least `fewest` devices. Fewer devices may be faster because their gradient exchange is
+    cheaper. `least` is the finish time of the given shares without the exchange. The search halves
+    the range of device counts recursively, and skips ranges that can't be faster.
     """
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
@@ -198,7 +198,7 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return the batch of a single device with the highest samples/s.
+    """Return the batch size at which a single device reaches its highest samples/s.
 
     The batch is a multiple of `quantum` and at most `limit`. Returns None if no batch fits.
     """
@@ -395,11 +395,11 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return the fastest of `best` and of allocations at nearby finish times.
+    """Return `best`, or a faster allocation at a nearby finish time.
 
-    Nearby finish times are those at which a device of `best` can compute one more
-    quantum. They matter if shares are only a few quanta, because the optimum may
-    then lie between two breakpoints.
+    Nearby finish times are those at which a device of `best` can compute one more quantum. They
+    matter if shares are only a few quanta, because the optimum may then lie between two
+    breakpoints.
     """
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):

@@ -56,10 +56,10 @@ def is_ratio(ratio: object) -> bool:
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Divide `batch` samples in proportion to `ratios`, by largest remainder.
 
-    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the
-    batch is large enough, because an empty replica can abort a TensorFlow process. If it
-    isn't, the first of these devices get one sample each. A device with ratio 0 gets none.
-    Ties go to the earlier device.
+    The result sums to `batch`. A device with a ratio above 0 gets at least one sample, because an
+    empty replica can abort a TensorFlow process. If there are fewer samples than such devices, the
+    first of these devices get one sample each. A device with ratio 0 gets none. Ties go to the
+    earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)

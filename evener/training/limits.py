@@ -152,8 +152,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that a remedy can shorten.
 
     `without_s` is the duration of a step without the part, if that was measured. Otherwise the
-    remedy is expected to shorten the step by `seconds` times `spared`. `remaining_s` is the time
-    that the usual remedy may fail to remove, or may add to the step. This time is unknown for other
+    remedy is expected to shorten the step by `seconds` times `spared`. The usual remedy may leave
+    up to `remaining_s` of the part, or add that much to the step. This time is unknown for other
     remedies, so the gain's interval doesn't include it. A part isn't reported if `remaining_s`
     would reduce its gain to less than 5 %.
     """
@@ -222,9 +222,10 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, shortened in proportion by the time in which threads had no core.
+    """Return the parts without the time in which threads had no core.
 
-    The kind `HOST_STARVED` and the kinds in `APART` aren't shortened.
+    That time slows all parts, so each of them is shortened by the same fraction. Parts of the kind
+    `HOST_STARVED`, and of the kinds in `APART`, keep their time.
     """
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
