@@ -39,11 +39,12 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether this rank leaves out a loss of the current step, which sets the loss to 0.
+        """Record whether `loss` shows that this rank leaves out its rows in the current step.
 
-        Call this method before the backward pass. `made_of` identifies the operations that computed
-        the loss. To read a loss, the host has to wait for the device. Therefore, once operations
-        have computed a loss other than 0, the losses of the same operations are no longer read.
+        A program that leaves out rows computes a loss of 0. Call this method before the backward
+        pass. `made_of` identifies the operations that computed the loss. To read a loss, the host
+        has to wait for the device. Therefore, once operations have computed a loss other than 0,
+        the losses of the same operations are no longer read.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 
@@ -100,7 +101,7 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, and these ranks.
+    """Return the first step that only some ranks skipped, and the ranks that skipped it.
 
     Return None if there is no such step. `ranks` maps steps to the ranks that skipped them, and
     `every` has the ranks with rows.

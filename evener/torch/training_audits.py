@@ -283,8 +283,8 @@ class TrainingAudits:
         """Audit the batch that a library's trainer has computed, if an audit is due.
 
         Every rank has to call this method in each step, before its optimizer uses the gradients.
-        `find` runs the audit. Its argument is True if noise is to be added, during the audit, to
-        weights that are all equal. `function` is the program's function that computes the loss, and
+        `find` runs the audit. Its argument is True if the audit is to add noise to weights whose
+        values are all equal. `function` is the program's function that computes the loss, and
         `holders` are objects whose attributes the function reads. If these attributes change,
         another audit is due. Raises RequestError if the gradients differ.
         """
@@ -729,8 +729,8 @@ class TrainingAudits:
 
         Depending on the result, this rank warns, raises RequestError or asks for equal shares.
         `numbers` are the numbers used in the loss, if known. `survives` is True if the audited
-        passes may be retried in smaller passes after memory runs out. If the audit found no
-        difference, a retry then needs no further check.
+        passes may be retried in smaller passes after memory runs out. Such a retry needs no further
+        check if this audit found no difference.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain

@@ -45,8 +45,8 @@ def _without_tf32() -> Iterator[None]:
     """Enter a context in which products aren't computed in TF32 or other reduced precision.
 
     PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
-    since 2.9). If the program has changed a newer setting, reading an older one that disagrees with
-    it raises an error.
+    since 2.9), and both are changed. An older setting is left alone if reading it raises an error,
+    because the program has changed a newer setting to a value that disagrees.
     """
     backends = torch.backends
     places = [backends.cuda.matmul, backends.mkldnn.matmul]

@@ -95,13 +95,15 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
-        """Add errors to the results of an operation that sums many terms, as rounding might.
+        """Simulate rounding: add random errors to the results of an operation that sums many terms.
 
-        `name` and `arguments` are those of the operation. The results of other operations are left
-        unchanged. If n terms of random sign are added one after the other, each addition rounds a
-        partial sum with a relative error of about u, the unit roundoff. The standard deviation of
-        the total error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham,
-        Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
+        `name` is the operation's name, and `arguments` are its arguments. The results of operations
+        that don't sum are left unchanged.
+
+        If n terms of random sign are added one after the other, each addition rounds a partial sum
+        with a relative error of about u, the unit roundoff. The standard deviation of the total
+        error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and
+        Stability of Numerical Algorithms, section 4.2, with independent errors).
         """
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
@@ -183,8 +185,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Call a random operation so that every row gets the same values, determined by `seed`.
 
-    Return the operation's result, and whether it is random. The results of two operations aren't
-    random: dropout keeps all values, and a permutation moves each entry by one place.
+    Return the operation's result, and whether it is random. The result isn't random for dropout,
+    which keeps all values, and for a permutation, which moves each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -274,7 +276,7 @@ def _draw_like(draw: _Draw) -> Any:
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
     """Return the index and name of each dropout rate in an operation's arguments.
 
-    Fused attention and recurrent layers have such arguments, also in the backward pass.
+    Fused attention and recurrent layers have such arguments, and so do their backward passes.
     """
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -403,10 +405,11 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return the part of Python's random state that changes with every draw.
+    """Return the numbers in Python's random state that change when values are drawn.
 
-    That part is the index in a block of 624 numbers, the first number of the block, and a normally
-    distributed number that is saved for the next draw. Comparing all numbers would take longer.
+    The state has a block of 624 random numbers. The result is the index of the next number in the
+    block, the block's first number, and the normally distributed value that is saved for the next
+    draw. Comparing the whole block would take longer.
     """
     return state[1][-1], state[1][0], state[2]
 

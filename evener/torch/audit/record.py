@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the indices of the calls that led to the tensor `wanted`, and two flags.
+        """Return the indices of the calls that computed the tensor `wanted`, and two flags.
 
         The first flag is True if one of these calls uses a tensor of the batch. The second is True
         if no call is missing from the recording.

@@ -84,7 +84,7 @@ class _Interpretations:
 
     An interpretation says which numbers are counts of rows. `found` is the first audit that
     succeeded, or a later one that found no difference. If `found` is None, `fault` is the reason.
-    `certain` has the same meaning as in Replayed.
+    `certain` is False if a number in the record may be a count of its rows that wasn't recognized.
     """
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
@@ -129,9 +129,10 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last row doesn't affect the loss, so the recorded calls don't cover all rows.
+    """True if the last of a few rows doesn't affect the loss.
 
-    To test this, the last row is replaced with a copy of the first row.
+    The recorded calls then don't cover all rows. To test this, the last row is replaced with a copy
+    of the first row, and the loss and its gradients are compared.
     """
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,8 +151,8 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
     """True if the audited rows, `used`, are padded to other lengths than the rows tried first.
 
-    To compare the lengths, the shapes of the tensors in both selections are compared,
-    without their first axis.
+    `first` are the rows tried first. Lengths differ if the shapes of the tensors differ in any axis
+    but the first, which counts rows.
     """
     if first is used:
         return False
