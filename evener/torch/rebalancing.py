@@ -139,11 +139,12 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _summarize(self) -> RankTimes:
-        """Return the medians of this rank's step times in the window; disturbed steps don't count.
+        """Return the medians of this rank's step times in the window, without disturbed steps.
 
-        A compute time (own work) of 0 means that it is unknown, and the Rebalancer ignores it. This
-        is also the result in a window in which the rows per pass changed, and in SETTLING_WINDOWS
-        windows after memory ran out: the allocator's cache is then empty and steps take far longer.
+        The compute time (own work) is 0 if it is unknown; the Rebalancer then ignores it. It counts
+        as unknown in a window in which the rows per pass changed. It also counts as unknown in
+        SETTLING_WINDOWS windows after memory ran out, because the allocator's cache is then empty
+        and steps take far longer.
         """
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
@@ -208,10 +209,11 @@ class Rebalancing:
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
-        A rank's measurements are the compute time (own work) and the pass limit of each window, the
-        metrics of the last window (`metrics`), the rows that fit in memory in a single pass and in
-        each of several passes, and the number of batches drawn ahead. Each rank sends zeros in the
-        positions of the other ranks. Return the handle of the all-reduce and its tensor.
+        Each rank sends its compute time (own work) and its pass limit in each window, and the
+        metrics of the last window (`metrics`). It also sends the rows that fit in memory in a
+        single pass and in each of several passes, and the number of batches drawn ahead. Each rank
+        has its own positions in the tensor, and sends zeros in the positions of the other ranks.
+        Return the handle of the all-reduce and the tensor.
         """
         own = [
             *(value for window in self._windows.values() for value in window),

@@ -46,7 +46,8 @@ Model = TypeVar("Model")
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
     """Raise RequestError if a loader can't assign rows by length.
 
-    It can't for validation, with rebalancing, or with Lightning's `strategy`.
+    Rows can't be assigned by length in a validation, with rebalancing, or with a Lightning
+    strategy.
     """
     if not training:
         raise RequestError(

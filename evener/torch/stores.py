@@ -60,10 +60,10 @@ def replace_rendezvous() -> None:
 
 
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield the store, rank and number of processes of a rendezvous, like PyTorch's handlers.
+    """Yield the store, rank and number of processes, as PyTorch's rendezvous handlers do.
 
-    If `url` doesn't have the address that evener launch chose, PyTorch's own
-    handler, `original`, yields them.
+    If `url` doesn't have the address that evener launch chose, PyTorch's own handler, `original`,
+    yields them.
     """
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))

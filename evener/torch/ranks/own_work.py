@@ -353,9 +353,9 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Count the phase between two steps as file time if files were written in it.
 
-        `marks` are the marks of the current batch, or those since the last loop. To count written
-        bytes takes microseconds, so they are counted only if the phase is long enough to matter.
-        Therefore the count may include bytes that were written in earlier steps.
+        `marks` has the phases of the current batch, or since the last loop, each with its start.
+        Written bytes are counted only if the phase is long enough to matter, because counting takes
+        microseconds. Therefore the count may include bytes that were written in earlier steps.
         """
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
@@ -1084,10 +1084,10 @@ def _note_updated(*_: Any) -> None:
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer begins to update the weights.
 
-    PyTorch calls this hook before each step; the first element of `arguments` is the optimizer. If
-    the step has a closure that computes the gradients, as in Lightning, return arguments with
-    another closure, which notifies the timers after that. Otherwise notify them now and return
-    None, so that PyTorch keeps the arguments.
+    PyTorch calls this hook before each step of an optimizer, the first element of `arguments`. The
+    step may have a closure that computes the gradients, as in Lightning. In that case, return
+    arguments with another closure, which calls the original one and then notifies the timers.
+    Otherwise notify them now and return None, so that PyTorch keeps the arguments.
     """
     closure = None
     if keywords or len(arguments) > 1:

@@ -33,8 +33,8 @@ def time_waits(timer: Any) -> None:
 def _is_current(stream: Any) -> bool:
     """True if `stream` is the current stream, in which the device computes.
 
-    FSDP's streams also wait, for the current stream, before they communicate. These waits aren't
-    timed, because they don't delay the computation, and timing each of them takes microseconds.
+    Only the waits of this stream are timed. FSDP's other streams also wait before they communicate,
+    but this doesn't delay the computation, and timing a wait takes microseconds.
     """
     return bool(stream == torch.cuda.current_stream(stream.device))
 

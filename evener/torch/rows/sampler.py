@@ -299,11 +299,11 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return which steps give ranks other weights than a full step does (see `Epoch.tail`).
+        """Return in which steps ranks have other weights than in a full step (see `Epoch.tail`).
 
-        Return None if no step of the epoch does, and the number of rows in the last step if only
-        the last step does. If every step may, return a new object, which equals the result for no
-        other epoch.
+        Return None if there is no such step. If it can only be the last step, return that step's
+        number of rows. If it can be any step, return a new object, which differs from the result
+        for any other epoch.
         """
         if self.changes or self.is_by_length:
             return (

@@ -270,7 +270,8 @@ class Flat:
     def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
         """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
-        If the shard has none, `summed` is copied or, with `keeps`, may itself become the gradient.
+        If the shard has none, its gradient becomes a copy of `summed`. With `keeps`, `summed`
+        itself may become the gradient instead.
         """
         if not any(slot.received or slot.piece.grad is not None for slot in self.slots):
             shard = self._make_views(summed if keeps else None)

@@ -102,8 +102,8 @@ class Gathered:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of tensors (target, source), to copy this rank's elements to the block.
 
-        Copying each source to its target writes the elements. They are the flat's elements from
-        `start` to `stop`, and are in `shard`. If this rank is measured without the others, its
+        The caller copies each source to its target. This rank's elements are in `shard`; they are
+        the flat's elements from `start` to `stop`. If this rank is measured without the others, its
         elements are repeated to fill each segment.
         """
         pairs = []
@@ -135,7 +135,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs of tensors (target, source), to fill `target` with copies of `own`.
 
-    Copying each source to its target does this.
+    The caller copies each source to its target.
     """
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())

@@ -401,7 +401,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if the loop has cleared gradients that a later pass was to reduce.
+        """Raise RequestError if the loop cleared gradients before a later pass could reduce them.
 
         `is_there` returns True if the gradient of a slot still exists.
         """
@@ -445,9 +445,8 @@ class Sharded:
     def _find_used(self, fired: list[bool]) -> list[bool]:
         """Return a flag for each parameter: True if any rank used it.
 
-        `fired` has the same flags for this rank alone, True for each parameter that it used.
-
-        The buffers of the first rank that has rows are also copied to all ranks.
+        `fired` has the flags of this rank alone. The buffers of the first rank that has rows are
+        also copied to all ranks.
         """
         if self.place.single_rank:
             return fired
@@ -463,8 +462,8 @@ class Sharded:
     def _flag(self, fired: list[bool]) -> torch.Tensor:
         """Return the flags `fired` as a tensor on the device.
 
-        The host would wait for a copy to the device. Therefore, if the flags are the same as in the
-        last call, the tensor of that call is copied instead.
+        A copy from the host to the device would make the host wait. Therefore, if the flags are the
+        same as in the last call, the tensor of that call is copied instead.
         """
         known = tuple(fired)
         if known != self._known_flags[0]:

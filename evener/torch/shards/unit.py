@@ -135,8 +135,9 @@ def _walk(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield the path of each module, the module itself, and the name of its unit.
 
-    `path` and `unit` are those of `module`, and `units` has the names of units by the ids of their
-    modules. A module that is used in several places is yielded once per place.
+    `path` is the path of `module`, and `unit` is the unit of the module that contains it. `units`
+    maps the id of each unit's module to the unit's name. A module that is used in several places is
+    yielded once per place.
     """
     unit = units.get(id(module), unit)
     yield path, module, unit

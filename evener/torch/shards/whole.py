@@ -75,9 +75,9 @@ class UnitBytes(NamedTuple):
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the two largest units' whole parameters, which are in memory together.
+    """Return the bytes of the whole parameters of the two largest units.
 
-    While one unit computes, the next one is already being gathered.
+    Two units may be in memory at once: while one computes, the next one is already being gathered.
     """
     return sum(sorted((each.gathered for each in units), reverse=True)[:2])
 

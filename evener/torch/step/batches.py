@@ -178,8 +178,9 @@ class BatchTracker:
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """Return the batch that matches `data`, or None if it doesn't matter which batch that is.
 
-        `epochs` are those that may contain the batch, and `match` selects the batches that match.
-        Raises RequestError if several batches are possible and they weight the ranks differently.
+        `epochs` are the epochs that may contain the batch. `match` returns the batches that match
+        the data. Raises RequestError if several batches are possible and they weight the ranks
+        differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -219,8 +220,8 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
     """True if it doesn't matter which batch in `possible` is being computed.
 
-    All of them must give each rank the same weight, and so must the batches after them, whichever
-    of the possible ones is chosen. `epochs` is the number of epochs that the batches may be from.
+    That is so if all of them give each rank the same weight, and if the choice doesn't affect the
+    weights of later batches. `epochs` is the number of epochs that the batches may be from.
     """
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None

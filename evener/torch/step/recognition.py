@@ -31,11 +31,11 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Return how many inputs share storage with a batch, and how many also have its addresses.
+    """Return how many inputs are in a batch's storage, and how many begin where its tensors begin.
 
     The second number is needed because batches can be views of one tensor, such as a data set that
     is kept in memory. All of these batches share the tensor's storage, but only the batch that the
-    model computes has tensors that begin at the same addresses.
+    model computes has tensors that begin at the same addresses as the inputs.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}

@@ -214,7 +214,7 @@ class Recovery:
     def look_for_collectives(self, running: RunningPass) -> None:
         """Record whether the loop has communicated with other ranks in this pass.
 
-        Raises DeviceError if it has, and the pass is only a piece of a planned pass, because the
+        If it has, and the pass is only a piece of a planned pass, raises DeviceError, because the
         ranks would then run different numbers of collectives.
         """
         if not running.has_used_collectives():

@@ -214,7 +214,7 @@ class Bucket:
     def _forget(self, place: int) -> None:
         """Clear the gradient at index `place` of the gradients that `fold` has set aside.
 
-        It is called if the loop has cleared this parameter's gradient in the meantime.
+        This is needed if the loop has cleared the parameter's gradient in the meantime.
         """
         if self._hold is not None:
             self._held_views[place].zero_()

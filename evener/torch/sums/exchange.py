@@ -254,8 +254,8 @@ class Exchange:
     def _listen(self) -> None:
         """Register the hooks that record the order in which gradients are computed, if necessary.
 
-        It isn't necessary if this order is known and no parameter has a gradient yet: any gradient
-        that isn't None was then computed in this backward pass.
+        They aren't necessary if this order is known and no parameter has a gradient yet: any
+        gradient that exists after this backward pass was then computed in it.
         """
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
@@ -412,11 +412,11 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Create new buckets, on all ranks in the order of the first rank's gradients.
+        """Create new buckets, in the order in which the first rank's gradients were computed.
 
-        `seen` has the ids of this rank's parameters in the order in which its gradients were
-        computed; all ranks use the order of the first rank. From now on, buckets are sent before
-        the backward pass ends, unless a parameter got several gradients on some rank.
+        All ranks use this order. `seen` has the ids of the parameters in the order on this rank.
+        From now on, buckets are sent before the backward pass ends, unless a parameter got several
+        gradients on some rank.
         """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
