@@ -462,7 +462,7 @@ class Guard(Recorder):
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
         """True if the loss is found to be a sum over rows; then also set `are_sums`.
 
-        `cause` is the likely cause of a difference that was found; it must be "sum". Return False
+        `cause` is the likely cause of a difference that was found. Return False if it isn't "sum",
         if this guard mustn't look for sums, or if a number in the loss may count rows, such as
         len() of a list. Such a number would make a mean look like a sum.
         """

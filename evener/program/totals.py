@@ -91,9 +91,10 @@ class Totals:
     ) -> str:
         """Mark what a function computes from sums over the rows of all ranks.
 
-        The result isn't marked if the function also uses tensors of this rank's own rows. In that
-        case, return "" if all of these tensors have gradients: they are a part of the loss, which
-        is computed again in parts. Otherwise return `place`, the collective that computed the sums.
+        If the function also uses tensors of this rank's own rows, its result may depend on the
+        shares and isn't marked. In that case, return `place`, the collective that computed the
+        sums, unless all of these tensors have gradients: they are then a part of the loss, which is
+        computed again in parts. Otherwise return "".
         """
         others = [each for each in tensors if not self._whole.find(each)]
         own = [each for each in others if rows.goes_by_rows(each)]
