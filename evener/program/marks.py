@@ -43,9 +43,9 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the place in the mark of a tensor or, without one, of the tensor's storage.
+        """Return the place that a tensor's values come from, or "" if it is unknown.
 
-        Return "" if neither is marked.
+        The tensor's own mark has priority over the mark of its storage.
         """
         if tensor in self._made:
             return self.find_own(tensor)
@@ -54,7 +54,7 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the place in the mark of the tensor itself, or "" if it isn't marked.
+        """Return the place in the tensor's own mark, or "" if the tensor isn't marked.
 
         A mark of the tensor's storage is ignored.
         """

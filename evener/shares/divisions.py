@@ -87,14 +87,15 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group the gradient tensors that are summed together; return the positions in each group.
+    """Group the gradient tensors that are summed together; return the indices in each group.
 
     `tensors` are pairs (bytes, type) in the order in which the gradients become ready, and groups
-    are returned in the same order. Tensors of different types are never in the same group. If there
-    are less than 8 MiB in total, each type has one group. Otherwise, each type has two groups: an
-    early one, which overlaps with the backward pass, and a late one with at most LATE_PART of all
-    bytes, or only the last tensor. In this case, the last `apart` tensors are in neither of them:
-    they form a third group, which is summed at the end.
+    are returned in the same order. Tensors of different types are never in the same group.
+
+    If there are less than 8 MiB in total, each type has one group. Otherwise, each type has an
+    early group, which is summed during the backward pass, and a late group. The late groups have at
+    most LATE_PART of all bytes, or a single tensor if that is larger. The last `apart` tensors then
+    form a third group, which is summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

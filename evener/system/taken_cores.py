@@ -252,11 +252,12 @@ def name_competitors(
 
     An example is "python load.py (1.9 cores)". `before` and `after` are results of
     `read_process_use`. The result names up to `most` programs, but not the training process
-    `own_root`, its descendants or its parent. Descendants of the process `own`, such as a data
-    loader's workers, are an exception: they are named as the training's own worker processes. The
-    container's CPU limit is added if it throttled this process (for `throttled_s` seconds), and the
-    hypervisor if it took cores. The result is empty if nothing is found, for example in a container
-    that hides other processes.
+    `own_root`, its descendants or its parent. Only descendants of the process `own`, such as a data
+    loader's workers, are named too, as the training's own worker processes.
+
+    The container's CPU limit is added if it throttled this process (for `throttled_s` seconds). The
+    hypervisor is added if it took cores. The result is empty if nothing is found, for example in a
+    container that hides other processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
