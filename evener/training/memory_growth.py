@@ -34,8 +34,8 @@ class MemoryPeaks:
         """Record the peak of a step whose passes had up to `rows` rows.
 
         `held_bytes` is the memory in use between steps; the smallest value is stored. A device
-        reports its highest peak so far, which its largest pass caused. Therefore no peak is stored
-        if an earlier call had more rows.
+        reports only its highest peak so far. If an earlier call had more rows, that peak belongs to
+        the earlier step, so it isn't stored for these rows.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)

@@ -49,7 +49,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
     @property
     def safe_rows(self) -> float:
-        """The noise scale; its lower bound if the batch was too small to give an upper bound."""
+        """The noise scale, or its lower bound if the batch was too small to give an upper bound."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
@@ -79,10 +79,10 @@ def efficiency(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which the rows needed for a certain loss change with the batch size.
+    """Return by what factor another batch size changes the rows needed for a certain loss.
 
-    The batch size changes from `batch` to `other` rows per step. If it becomes smaller, fewer rows
-    are needed, so the factor is below 1.
+    `batch` is the number of rows of a step before the change, and `other` the number after it. With
+    a smaller batch, fewer rows are needed, so the factor is below 1.
     """
     return (noise_scale + other) / (noise_scale + batch)
 

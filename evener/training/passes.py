@@ -81,14 +81,15 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index of the row after the last one, counted from the start of the plan's pass."""
+        """The index after this pass's last row, counted from the start of the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """The fraction of the plan's pass that this pass computes.
+        """The rows of this pass, as a fraction of the rows of the plan's pass to which it belongs.
 
-        It is also the weight of this pass's mean loss in the mean loss of the plan's pass.
+        It is below 1 if the plan's pass was cut into pieces. It is also the weight of this pass's
+        mean loss in the mean loss of the plan's pass.
         """
         return self.rows / self.planned if self.planned else 1.0
 
@@ -123,8 +124,8 @@ class PassLimit:
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
         unknown. If other processes held 1 GiB or more when memory ran out, they may have been the
-        cause. In that case, every tenth step checks how much they hold now. The limit is removed if
-        they hold less than half of what they held then.
+        cause. In that case, every tenth step reads again how much they hold. The limit is removed
+        once they hold less than half of what they held when memory ran out.
         """
         self.step += 1
         self._clean_steps += 1
@@ -172,7 +173,7 @@ class PassLimit:
         """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
 
         The limit is never below `least`. `others_bytes` are the bytes of device memory that other
-        processes hold; see `begin_batch`.
+        processes hold now. If these are many, `begin_batch` checks later whether they were freed.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0
@@ -236,7 +237,7 @@ class PassQueue:
         """Mark the pass that `take` returned last as computed.
 
         Return False if that pass is a piece of a failed pass whose other pieces are still to be
-        computed. The sums over the failed pass are complete only after its last piece.
+        computed. The failed pass counts as computed only after its last piece.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -248,9 +249,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the pass that `take` returned last back at the front of the queue, because it failed.
 
-        If `is_whole`, `complete` returns False until all rows of this pass are recomputed. Pass
-        False if this pass is a piece of an earlier failed pass that is still being recomputed:
-        `complete` then returns False until all rows of that earlier pass are recomputed.
+        If `is_whole`, `complete` returns False until all rows of this pass are recomputed.
+        `is_whole` must be False if this pass is itself a piece of an earlier failed pass. In that
+        case, `complete` returns False until all rows of that earlier pass are recomputed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -394,11 +394,12 @@ class Rebalancer:
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return faster shares for the last `span` windows, with the ranks' factors and the gain.
+        """Return shares that would have made the last `span` windows faster; None without any.
 
-        A factor is a rank's compute time divided by the time that its curve predicts. Return None
-        if the gain is too small, if one of the last two windows shows no gain, or if more than a
-        quarter of these windows show none.
+        The ranks' factors and the gain are returned with them. A rank's factor is its compute time
+        divided by the time that its curve predicts. The gain over all `span` windows must reach the
+        minimum (`_needed_gain`). There must also be a gain in each of the last two windows, and in
+        at least three quarters of all windows.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
@@ -452,9 +453,9 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return how much the speed of each rank drifts, relative to the other ranks.
 
-        It is the standard deviation of the rank's factor divided by the others' factors, over the
-        first `count` windows with the current shares. If `count` is below 16, return the values
-        measured with earlier shares.
+        A rank's factor is divided by the mean of the other ranks' factors. The drift is the
+        standard deviation of this ratio over the first `count` windows with the current shares. If
+        `count` is below 16, return the drifts that were measured with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -480,10 +481,10 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank can't take part in a move of rows.
+        """True if a rank can't give rows (if `gives`), or can't take more rows (otherwise).
 
-        If `gives`, the rank would have to give rows, but its share is too small for that. Otherwise
-        the rank would have to get rows, but no more rows fit in its memory.
+        A rank can't give rows if its share is too small. It can't take rows if no more fit in its
+        memory.
         """
         if gives:
             return share <= self._quantum
@@ -632,9 +633,9 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the time at which all ranks would finish if rows were moved between them.
+    """Return the compute time of all ranks once rows are moved so that they finish together.
 
-    `own` are the ranks' current compute times (own work), and `rates` the rows that each
+    `own` are the ranks' current compute times (own work). `rates` are the rows that each rank
     computes per additional second.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)

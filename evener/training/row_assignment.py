@@ -115,11 +115,10 @@ class AssignmentSearch:
     def _cut(self, price: float) -> list[int]:
         """Return the ends of the runs with the least total cost on the fastest device.
 
-        The fixed cost of a pass is multiplied by `price`: the higher it is, the fewer runs there
-        are. For each start of the last run, the cost of the rows up to a stop is a line over the
-        stops, and the later the start, the flatter the line. Therefore the search for the lowest
-        line only moves forward, and lines that are never the lowest are dropped (the convex hull
-        trick).
+        The fixed cost of a pass is multiplied by `price`, so a higher price gives fewer runs. If
+        the start of the last run is given, the total cost is a linear function of the run's end: a
+        line. A later start gives a flatter line. Therefore the lowest line is only searched
+        forward, and lines that are never the lowest are dropped (the convex hull trick).
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -144,8 +143,8 @@ class AssignmentSearch:
     def _list_places(self) -> Iterator[int]:
         """Yield the row indices at which the sorted batch may be cut, then its number of rows.
 
-        To limit their number, the row at each place is at least 3 % shorter than the row at the
-        place before.
+        So that there are few such places, the row at each of them is at least 3 % shorter than the
+        row at the previous one.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -250,7 +249,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if at each point the steeper or the flatter neighbour is below this line."""
+    """True if, at each point, the steeper or the flatter line is below `line`."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )

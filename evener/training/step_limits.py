@@ -156,10 +156,10 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
 
-        `spared` is the fraction of this time that a remedy saves. If another rank needs less than
-        half of the time, the problem is that of a single rank. The part then has the kind `alone`,
-        if that is given, and a remedy saves at most the time that the other ranks wait for that
-        rank.
+        `spared` is the fraction of this time that a remedy saves. If some other rank needs less
+        than half as long for this part, only a single rank has the problem. The part then has the
+        kind `alone`, if that is given. A remedy then saves at most the time that the other ranks
+        wait for that rank.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -208,11 +208,10 @@ class _Finder:
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the uncertainty of a remedy's effect on the rest of a step, in seconds.
+    """Return the margin of error of a step's remaining time after a remedy, in seconds.
 
     The remedy removes a part that takes `seconds` from a step that takes `step_s` seconds. The rest
-    of the step may then take more or less time than before. The uncertainty is half of a 95 %
-    interval.
+    of the step may then take more or less time than before. The margin is half of a 95 % interval.
     """
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
@@ -298,10 +297,10 @@ def _wait_for_starved(
 ) -> float:
     """Return the seconds per step for which a rank waits for ranks that lack cores (starved ranks).
 
-    If all ranks are starved, each of them is the last one in some steps, and the others wait for
-    it. If not all are starved, the result is 0. A rank may also lack a core while it waits, and
-    that time is already counted as starved. So the result is at most what is left of a step
-    (`step_s` seconds) without starved time, computing and the exchange.
+    Return 0 unless all ranks are starved. If they are, each rank is the last one in some steps, and
+    the others wait for it. A rank may also be starved while it waits; that time is already counted
+    as starved. So the result is at most the rest of a step (`step_s` seconds) after subtracting
+    starved time, computing and the exchange.
     """
     if not all(each.starved >= LEAST_SHARE for each in ranks):
         return 0.0
@@ -318,8 +317,8 @@ def _find_unequal(
     """Return the unequal compute times of the ranks as the part of a step that limits training.
 
     Its duration is the excess: how much longer the slowest rank computes than all ranks would if
-    they finished together. Return None if the excess, or the longest wait of another rank, is
-    within noise or less than 5 % of a step.
+    they finished together. Return None if the excess is within noise, or less than 5 % of a step.
+    The longest wait of another rank must be above the same limits.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
