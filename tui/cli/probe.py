@@ -119,11 +119,12 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return a `--devices` value, and the devices that `--gpus` names as indices in its list.
+    """Return a value for `--devices`, and the indices of the chosen devices in its list.
 
-    With `--devices`, the numbers of `--gpus` are such indices already. Without `--devices`, they
-    are indices of this machine's devices. Without `--gpus`, return None as the indices: the first
-    devices are used.
+    `spec` is the value of `--devices`, and `gpus` are the numbers given to `--gpus`. With
+    `--devices`, these numbers are already indices in its list. Without `--devices` ("auto"), they
+    are indices of this machine's devices, and the returned value selects only these devices.
+    Without `--gpus`, return None as the indices: the first devices are used.
     """
     if gpus is None:
         return spec, None

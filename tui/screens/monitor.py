@@ -150,9 +150,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the cursor of the graphs. Without that cursor, remove the filter and all marks.
+        """Hide the graphs' cursor if it is shown; otherwise remove the filter and all marks.
 
-        While the filter's field has the focus, the filter is removed in either case.
+        While the filter's field has the focus, always remove the filter and the marks.
         """
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
@@ -298,7 +298,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return identity(row.sample)
 
     def search_text_of(self, row: ProcessRow) -> str:
-        """Return the row's text that the filter matches against the user's words."""
+        """Return the text of a row in which the filter looks for the user's words."""
         return process_search_text(row)
 
     def follow(self, snapshot: Snapshot) -> None:

@@ -199,9 +199,9 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 def write_fastest(state: SessionState) -> str:
     """Return a note about the fastest measurement if it is faster than the best layout; else "".
 
-    The log and the chart show such measurements. So the note says why the best layout's throughput
-    is lower, for example because the fastest measurement had a larger batch. Before a split was
-    measured, and after the search, return "" in any case.
+    The log and the chart show that measurement. So the note explains why the best layout has a
+    lower throughput, for example because the fastest measurement had a larger batch. Also return ""
+    before a split was measured, and after the search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""

@@ -71,12 +71,11 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the doubts about a measurement or, if there are none, why it is interesting; else "".
+    """Return a note on a measurement for the log: its doubts, or else its gain; "" without either.
 
-    A measurement of a single device is interesting for its gain over the next smaller batch size of
-    the same device. `alone` has the earlier solo samples/s, by device index and batch size. A
-    measurement of several devices is interesting if it is faster than `fastest`, the highest
-    samples/s so far.
+    For a single device, it is the gain over the next smaller batch size of the same device. `alone`
+    has the earlier solo samples/s, by device index and batch size. For several devices, it is the
+    gain over `fastest`, the highest samples/s so far, if the measurement is faster.
     """
     if not isinstance(seen, Timed):
         return ""

@@ -118,8 +118,8 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 
     The scale consists of two numbers: the ticks per column of dots, and the columns of dots per
     tick. `per_dot` is the number of ticks per column once the history fills the graph. A shorter
-    history is stretched over about half of the cells. The scale doubles or halves, so that it
-    changes rarely while the history grows.
+    history is stretched over about half of the cells. The scale changes only by factors of 2, so
+    that it changes rarely while the history grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
