@@ -259,7 +259,7 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak growth of the process's memory in bytes, compared with before the model.
+        """Return by how many bytes the process's peak memory exceeds its memory before the model.
 
         The peak is measured from `reset` on. With one device, the result has a single item. Several
         devices share the process's memory, so the result then has None for each of them. It also

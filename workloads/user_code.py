@@ -195,8 +195,8 @@ def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
 
     `name` is the module and the function, separated by a colon. If the function requires an
     argument `model` that the settings don't have, and the module defines `load_model`, then
-    `load_model` is called to make that argument. It gets those settings that are among its own
-    parameters. Raises RequestError if the function is missing or doesn't accept the settings.
+    `load_model` is called to make that argument. It is called with those settings that it has
+    parameters for. Raises RequestError if the function is missing or doesn't accept the settings.
     Exceptions from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")

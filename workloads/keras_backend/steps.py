@@ -31,9 +31,10 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 class KerasSteps:
     """Runs a model's training steps with a `Split`.
 
-    A set of devices has up to two `Split`s: one with passes, and one without. Each is traced only
-    once. If the model places its own parts on several devices, `placed` is its train step. The
-    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
+    Each set of devices has up to two `Split`s, one with passes and one without, and each `Split` is
+    traced only once. `placed` is the train step of a model that places its own parts on several
+    devices. The constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't
+    support `setup`.
     """
 
     def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
@@ -134,9 +135,9 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that belong to this process, without zeros.
+        """Return the items of `sizes` that belong to this process, without zeros.
 
-        `sizes` has a number for each device or rank of the setup, such as its rows. If the model's
+        `sizes` has an item for each device or rank of the setup, such as its rows. If the model's
         parts are on several devices, return only the sum.
         """
         if self._placed is not None:

@@ -182,8 +182,8 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Return a sampler of full batches for rank `rank`; `sizes` are the rows of each rank.
 
-        Its iterations are epochs of the data set. For a pool, or if a batch has more rows than the
-        data set, the sampler instead repeats one shuffled order endlessly.
+        Each iteration over the sampler is an epoch of the data set. But for a pool, or if a batch
+        has more rows than the data set, the sampler repeats one shuffled order endlessly.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)

@@ -227,10 +227,10 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step, so that it takes as long.
+        """Do what the Trainer does before each optimizer step, so that steps take as long.
 
-        It waits for the loss, counts the operations of each pass (which visits all parameters), and
-        clips the gradients.
+        The Trainer waits for the loss, counts the operations of each pass (which visits all
+        parameters), and clips the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
