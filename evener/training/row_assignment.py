@@ -156,10 +156,9 @@ class AssignmentSearch:
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
         """Assign the first `rows` rows of the batch in blocks: consecutive rows for each rank.
 
-        `stops` are the ends of the runs, which separate passes. The time limit within which each
-        rank must finish is found by bisection with _TRIED_LIMITS attempts, and the assignment with
-        the shortest sufficient limit is returned. The other rows aren't assigned. Return None if a
-        row doesn't fit on any rank.
+        Rows after these aren't assigned. `stops` are the ends of the runs, which separate passes.
+        All ranks must finish within the same time limit. The shortest sufficient limit is found by
+        bisection in _TRIED_LIMITS attempts. Return None if a row doesn't fit on any rank.
         """
         if not rows:
             return PartialAssignment(len(self._ranks))
@@ -300,10 +299,10 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
         """Assign rows of these `lengths` so that all ranks should finish at the same time.
 
-        Each rank gets at least one row if there are enough rows. Rows of equal length are divided
-        in their order by the ratios of the shares, as if they had no lengths. Rows of different
-        lengths are sorted first, so that a pass has rows of similar length. The reason is that a
-        pass costs its number of rows times the cost of its longest row.
+        Each rank gets at least one row if there are enough rows. If all rows are equally long, they
+        are divided in their order, by the ratios of the shares. Otherwise they are sorted first, so
+        that a pass has rows of similar length: a pass costs its number of rows times the cost of
+        its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
