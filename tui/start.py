@@ -169,8 +169,8 @@ def _discard_output() -> None:
 def _end_threads(app: EvenerApp) -> None:
     """Stop the app's threads, and Textual's input thread.
 
-    Textual has already stopped its input thread, but SIGCONT follows a hang-up and starts another
-    one.
+    Textual has stopped its input thread already. But a hang-up is followed by SIGCONT, on which
+    Textual starts another input thread.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()

@@ -161,7 +161,8 @@ def stopped_by_signals(
 
     The context's value is a list, to which the exit code for that signal is added. A second signal
     within `PRESSED_TWICE_SECONDS` is ignored, because a key may have been pressed twice by
-    accident. A later one shows `at_once` and raises KeyboardInterrupt. `say` shows a message.
+    accident. Any later signal shows `at_once` and raises KeyboardInterrupt. `say` is called to show
+    these messages.
     """
     caught: list[int] = []
     first_at = 0.0

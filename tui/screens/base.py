@@ -289,7 +289,10 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Return the hints with as many of `more` as fit, inserted before the last `ALWAYS`."""
+        """Return the hints with as many of `more` as fit, inserted before the last few hints.
+
+        The last `ALWAYS` hints stay at the end.
+        """
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -45,8 +45,8 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
     """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times 10^n.
 
-    If there are more than `most`, those at 2 times 10^n are left out, then those at 5 times 10^n,
-    then more.
+    If there are more than `most`, the ticks at 2 times 10^n are left out. If there are still too
+    many, the ticks at 5 times 10^n are left out too, and finally some powers of ten.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):

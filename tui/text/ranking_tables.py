@@ -82,7 +82,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(found: SearchReport, one: RankedLayout) -> tuple[str, ...]:
-    """Return the cells for tokens/s and padding; empty unless rows have lengths (texts)."""
+    """Return the cells for tokens/s and padding; an empty tuple unless rows are texts."""
     if not found.mean_length:
         return ()
     padding = padding_share(found.turns_of(one.candidate.layout))

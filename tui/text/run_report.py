@@ -98,7 +98,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label with its limit, as in the plan's table."""
+    """Return a device's label, followed by its compute or memory limit if it has one."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 

@@ -429,9 +429,9 @@ def _write_alone(solo: Evidence | None) -> str:
 def versus(best: RatedLayout, each: RatedLayout) -> str:
     """Return the gain of the best layout over layout `each` in a few characters, such as +20.4 %.
 
-    Return "tie" if both are equally fast, "unclear" if the throughput of `each` is too uncertain,
-    and "" if there is no gain to give. For the sum of all solo throughputs, return the fraction of
-    the sum that the best layout reaches, such as "97 % of it".
+    Return "tie" if both are equally fast, and "unclear" if the throughput of `each` is too
+    uncertain. Return "" if the gain is unknown for another reason. For the sum of all solo
+    throughputs, return the fraction of the sum that the best layout reaches, such as "97 % of it".
     """
     gain = each.gain_of(best)
     if gain is None:
@@ -479,10 +479,11 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return what a line says about a rival if the gain of the plan (`own`) is given elsewhere.
+    """Return the notes on a rival for a line that doesn't give the plan's gain over it.
 
-    If there is no gain, the text says why. For the sum of solo throughputs, the text is the
-    fraction of the sum that the plan reaches.
+    `own` is the plan. If no gain is known, the text says why. For the sum of solo throughputs, the
+    text is the fraction of the sum that the plan reaches. The text is "" if there is nothing to
+    note.
     """
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
@@ -502,7 +503,7 @@ def _write_rate(interval: Interval) -> str:
 
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return why the line of a rival doesn't give the gain of the plan (`own`) over it."""
+    """Return why a rival's line doesn't give the gain of the plan (`own`) over the rival."""
     if not is_known(rival.rate):
         return "; too uncertain to compare"
     if not is_known(own.rate):

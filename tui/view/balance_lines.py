@@ -162,10 +162,10 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Return a line for each rival with its samples/s as a bar, and the best layout's gain over it.
+    """Return a line for each layout: its samples/s with a bar, and the best layout's gain over it.
 
-    The best layout so far comes first. If the bars don't fit in these lines, each bar gets a line
-    of its own below; if `height` doesn't allow that, there are no bars.
+    The best layout so far comes first, followed by its rivals. On a narrow terminal, each bar is on
+    a line of its own below, or there are no bars if `height` isn't enough for that.
     """
     found = rivals(state)
     if not found:

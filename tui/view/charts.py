@@ -93,8 +93,9 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return a reading as text, and whether its value is current.
 
-    `draw` formats a value. A stale value is preceded by a mark, or replaced by the mark if both
-    don't fit in `width` cells. If there is no value, the text is a word or a sign that says why.
+    `draw` formats a value. A stale value has a mark in front. If mark and value don't both fit in
+    `width` cells, only the mark is returned. If there is no value, the text is a word or a sign
+    that says why.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -116,8 +117,8 @@ def draw_reading(
 ) -> Span:
     """Return a reading as one span, right-aligned in `width` cells.
 
-    `draw` formats its value. `tone` is a tone, or a function that returns the tone of a current
-    value; a missing or stale value is dim, or "bad" if the device is lost.
+    `draw` formats its value. `tone` is the tone of a current value, or a function that returns it.
+    A missing or stale value is "dim", or "bad" if the device is lost.
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -265,6 +266,6 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
-    """Return about `most` round numbers from 0 up to at most `highest`, equally spaced."""
+    """Return about `most` equally spaced round numbers, from 0 to `highest` or slightly less."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

@@ -222,7 +222,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     """Yield a cause for each silent rank that other ranks wait for.
 
     If all ranks are silent in the same part of a step, yield one cause for all of them. `missing`
-    is the number of ranks without a report on this machine, whose progress is therefore unknown.
+    is the number of ranks that don't report on this machine, so that their progress is unknown.
     """
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -239,8 +239,8 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
     """Return the silent ranks that the other ranks wait for.
 
-    They are the stopped ranks. If no rank is stopped, they are the ranks with the least progress in
-    the step.
+    They are the ranks that have stopped. If there are none, they are the ranks with the least
+    progress in the step.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
@@ -252,8 +252,8 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
     """True if all ranks of a training are silent at the same, known point of a step.
 
-    `holding` are the silent ranks that the others wait for. The result is False unless `holding`
-    has all ranks. It is also False for a training with a single rank.
+    `rows` are all ranks, and `holding` are the silent ranks that the others wait for. The result is
+    False if some rank isn't in `holding`, or if there is only one rank.
     """
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
@@ -302,8 +302,8 @@ def _silence_kind(row: RankRow) -> str:
 def _progress(row: RankRow) -> tuple[int, int]:
     """Return a rank's progress as a sort key: the number of its batch, then the part of the step.
 
-    The next batch is requested before or after the work between steps, so these two parts count as
-    equally far.
+    A rank requests its next batch either before or after its work between steps. So these two parts
+    of a step count as equally far.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 

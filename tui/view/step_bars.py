@@ -101,9 +101,9 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give the part at index `place` one more cell, taken from the widest part if none is free.
+    """Give the part at index `place` one more cell, by changing `counts`.
 
-    `counts` is changed in place.
+    If all `width` cells are taken, the cell is taken from the widest part.
     """
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1

@@ -79,8 +79,9 @@ class TickWindow(NamedTuple):
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the value of each column of dots: the mean of its ticks.
 
-        The value is None for a column without known values. `values` has a value for each tick, the
-        oldest first. If it has fewer values than ticks are shown, the oldest ticks count as None.
+        A column without known values has the value None. `values` has a value for each tick, the
+        oldest first. If there are fewer values than ticks are shown, the missing oldest values
+        count as None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:

@@ -235,8 +235,8 @@ class BalanceView(UsesApp, Widget):
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
         """Return the height of the panels with shares and rivals; 0 if they are hidden.
 
-        They are hidden after the search, because the result contains them, and as long as there is
-        nothing to compare. On a `narrow` terminal, only the rivals are shown.
+        They are hidden as long as there is nothing to compare. After the search, they are hidden
+        because the result contains them. On a `narrow` terminal, only the rivals are shown.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
