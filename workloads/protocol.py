@@ -64,7 +64,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 class PhaseSeconds(msgspec.Struct, frozen=True):
     """The total seconds of two phases of the steps since the last reading: input and update.
 
-    Input is the wait for the rows of a batch, and update is the optimizer's step. None if unknown.
+    Input is the wait for the rows of a batch, and update is the optimizer's step. An unknown value
+    is None.
     """
 
     input_seconds: float | None = None  # waiting for the rows of a batch

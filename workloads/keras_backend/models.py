@@ -169,9 +169,10 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    In a group of processes, these gradients are summed anyway. On a single device, Keras' own Adam
-    would square each contribution to the row separately, and so learn differently from a group. It
-    would also be slower, because every operation would have a row for each word of the batch.
+    In a group of processes, a row's gradients are summed before the update anyway. On a single
+    device, Keras' own Adam would square each contribution to the row separately, and so learn
+    differently from a group. It would also be slower, because every operation would have a row for
+    each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

@@ -69,11 +69,11 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Return a context in which functions that return the process's rank are replaced.
+    """Return a context in which the functions that tell a process its rank are replaced.
 
-    For each of them, `noting` gets the function and its name, and returns the replacement. The
-    replacement can thus record that the user's build asks for the rank. The result of such a build
-    can't be shared by all ranks.
+    `noting` is called with each of these functions and its name, and returns the replacement. The
+    replacement can record that the user's build asks for the rank: the result of such a build can't
+    be shared by all ranks.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():

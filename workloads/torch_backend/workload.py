@@ -266,9 +266,9 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch in its passes, as in a training run; return the number of passes.
 
-        `exchanges` are the all-reduces of the group. In a group, a pass that runs out of memory is
-        computed again in smaller passes, because the other ranks wait in the all-reduce.
-        `read_shortage` then returns the error.
+        `exchanges` are the all-reduces of the group. If a pass of a group runs out of memory, it is
+        computed again in smaller passes, because the other ranks wait in the all-reduce. In that
+        case, `read_shortage` returns the error.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
