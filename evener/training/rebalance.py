@@ -316,11 +316,12 @@ class Rebalancer:
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the part of compute time that doesn't depend on rows.
+        """Learn the fixed part of compute time, which doesn't depend on rows.
 
-        Only ranks whose curve wasn't measured learn it. This part, a, follows from the compute time
-        t before and after a change of the rows n, because t = a + b * n. The noisier a measurement
-        is relative to the change, the less weight it gets. Return True if anything was learned.
+        It is learned only for ranks whose curve wasn't measured. The compute time t of n rows is a
+        + b * n, so the fixed part a follows from the times before and after a change of the rows.
+        The noisier a measurement is relative to the change, the less weight it gets. Return True if
+        anything was learned.
         """
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
@@ -344,9 +345,9 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn the cost of a further pass from a change in the number of passes.
 
-        Compute time is F * (t(rows in k passes) + (k - 1) * extra), before and after the change.
-        The unknown factor F is the same, so it cancels out in the ratio of the two times. Return
-        True if the cost was learned.
+        The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
+        is the cost. The unknown factor F is the same before and after the change, so it cancels out
+        in the ratio of both times. Return True if the cost was learned.
         """
         learned, guess = (
             False,
@@ -381,8 +382,9 @@ class Rebalancer:
     def _note_noise(self, factors: tuple[float, ...]) -> None:
         """Update the noise of each rank: how much its factor varies from one window to the next.
 
-        The noise is a standard deviation of logarithms. `factors` are those of the newest window:
-        each rank's compute time divided by the time that its curve predicts.
+        The noise is the standard deviation of the factor's logarithm. `factors` has the ranks'
+        factors in the newest window. A factor is a rank's compute time divided by the time that its
+        curve predicts.
         """
         if not self._windows:
             return
@@ -601,7 +603,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the number of rows of which all new shares are multiples (the quantum), at most 8.
+    """Return the quantum, at most 8: the number of rows of which all new shares are multiples.
 
     The quantum divides all current shares. If the shares are small, a smaller divisor is used.
     """

@@ -57,9 +57,9 @@ class AssignmentSearch:
         """Return a lower bound for a step's duration in seconds, over all assignments.
 
         The bound is the larger of two times. One is the time of the whole batch, cut into passes as
-        cheaply as possible, if all ranks shared it perfectly by their speeds. The other is the time
-        of the longest row on the fastest rank. The bound is exact if ranks differ only in speed and
-        a batch has few different lengths; otherwise it is nearly exact.
+        cheaply as possible and divided perfectly by the ranks' speeds. The other is the time of the
+        longest row on the fastest rank. The bound is exact if ranks differ only in speed and a
+        batch has few different lengths; otherwise it is nearly exact.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -68,7 +68,7 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return the seconds that each rank would need for the first `rows` rows on its own.
+        """Return how many seconds each rank would need to compute the first `rows` rows by itself.
 
         `stops` are the ends of the runs. A run is a range of consecutive rows that forms one pass.
         """
@@ -99,10 +99,10 @@ class AssignmentSearch:
                     yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield several ways to cut the sorted batch into runs, each as the ends of its runs.
+        """Yield several ways to cut the sorted batch into runs; each is a list of the runs' ends.
 
         A run is a range of consecutive rows that forms one pass. The ways differ in how expensive a
-        pass is assumed to be. If padding isn't saved, the whole batch is one run.
+        pass is assumed to be. If no passes are added to save padding, the whole batch is one run.
         """
         if not self._saves_padding:
             yield [len(self._lengths)]

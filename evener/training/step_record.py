@@ -117,8 +117,8 @@ class StepRecord:
     def first(self) -> ShareTimes | None:
         """The medians under the first shares that had enough undisturbed steps.
 
-        If no shares had enough, they are the medians under the newest shares. None before the first
-        step.
+        If no shares had enough of them, the result has the medians under the newest shares. It is
+        None before the first step.
         """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
@@ -127,8 +127,8 @@ class StepRecord:
     def last(self) -> ShareTimes | None:
         """The medians under the last shares that had enough undisturbed steps.
 
-        If no shares had enough, they are the medians under the newest shares. None before the first
-        step.
+        If no shares had enough of them, the result has the medians under the newest shares. It is
+        None before the first step.
         """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
