@@ -211,7 +211,7 @@ def _name(job: HostJob) -> str:
 def _list_shares(job: HostJob) -> str:
     """Return the shares of this host as text, such as 5 rows on CPU:0, 2 × 410 rows on GPU:1.
 
-    A device without rows is listed with the part of a sharded model's state that it holds.
+    For a device without rows, the text says how much of a sharded model's state the device holds.
     """
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):

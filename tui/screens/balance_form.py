@@ -309,7 +309,7 @@ class BalanceForm(UsesApp, Vertical):
         """List the models that were found and the model of the `last` search, and tick one of them.
 
         A model that the user has ticked stays ticked. Otherwise the first of the user's own models
-        is ticked or, if there are none, the default built-in model.
+        is ticked. If there are none, the default built-in model is ticked.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = (
@@ -479,8 +479,9 @@ class BalanceForm(UsesApp, Vertical):
     def _find_wrong(self, text: str, named: str) -> str:
         """Return the name of the field that an error message `text` is about.
 
-        It is the field whose option the message names (`named`), if any. Otherwise it is the field
-        of the model if the message mentions the model's file, or else the list of devices.
+        If the message names an option (`named`), it is the field of that option. Otherwise, if the
+        message mentions the model's file, it is the field of the model. In all other cases, it is
+        the list of devices.
         """
         if named == "own" and self.model.name:
             return "pick-workload"

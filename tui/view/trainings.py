@@ -110,8 +110,8 @@ class EndedTrainings:
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
         """Return an ended training with its last metrics; `seen_at` is when it last reported.
 
-        Unequal compute times stay among its causes, because the next run can avoid them with the
-        advised shares. All other causes are dropped, because nothing can be done about them any
+        Of the causes that slowed the training down, only unequal compute times are kept: the next
+        run can avoid them with the advised shares. Nothing can be done about the other causes any
         more.
         """
         if row.run and not self._summaries.get(row.run):

@@ -360,7 +360,7 @@ class OneOf(Lines):
         )
 
     def action_change(self, steps: int) -> None:
-        """Choose the word `steps` places further in the list of words, which wraps around."""
+        """Choose the word `steps` places after the current one; the first word follows the last."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()
