@@ -56,11 +56,11 @@ class NoiseScale(msgspec.Struct, frozen=True):
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Return the noise and the signal of one step, from the gradients of its parts.
 
-    `sizes` are the rows of each part, such as a rank or a pass. `weighted` is sum_i n_i |g_i|^2,
-    where g_i is the mean gradient of part i, and `whole` is |g|^2 of the batch's mean gradient. By
-    analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the K parts with rows has the
-    expected value tr(S), which depends neither on the sizes nor on G. Raises ValueError if fewer
-    than two parts have rows.
+    A part is what a rank or a pass computes. `sizes` are the rows of each part. `weighted` is sum_i
+    n_i |g_i|^2, where n_i are the rows and g_i is the mean gradient of part i. `whole` is |g|^2,
+    where g is the mean gradient of the batch. By analysis of variance, sum_i n_i |g_i - g|^2 / (K -
+    1) over the K parts with rows has the expected value tr(S), which depends neither on the sizes
+    nor on G. Raises ValueError if fewer than two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)
@@ -99,9 +99,8 @@ class NoiseWindow:
     """Averages noise and signal over steps, with exponentially decaying weights.
 
     Samples are summed in blocks of BLOCK samples. With each new block, the weights of all earlier
-    blocks are multiplied by `kept`; if `kept` is 1, all blocks have the same weight. The weighted
-    sum is divided by the sum of the weights, so that the average isn't biased towards 0 at the
-    beginning.
+    blocks are multiplied by `kept`. If `kept` is 1, all blocks have the same weight. The weighted
+    sum is divided by the sum of the weights, so that the first averages aren't biased towards 0.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
@@ -112,7 +111,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample; ignored if a value isn't finite, for example after an overflow."""
+        """Add a step's sample; ignore it if a value isn't finite, for example after an overflow."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1

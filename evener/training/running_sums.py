@@ -52,7 +52,8 @@ class RunningSums:
 
         `step` has a value for each field of StepSums, in the same order. Its first value, the
         number of steps, is 0 if the step hasn't ended yet. `seconds` is the sum of the durations in
-        `step`. `own_s` is the measured duration of this step alone, by default `seconds`.
+        `step`. If the durations are weighted because the step represents several steps, `own_s` is
+        the step's duration without the weight. By default it is the mean duration of the steps.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
