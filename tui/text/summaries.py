@@ -367,8 +367,8 @@ def write_part(share: Share) -> str:
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
     """Return lines that explain the column "alone", which has the solo throughput of each device.
 
-    They name the devices that were measured alone with another batch size than the plan's. `alone`
-    has the solo measurements by device index; without any, return no lines.
+    They also name the devices whose solo throughput was measured with another batch size than the
+    plan's. `alone` has the solo measurements by device index. Without any, return no lines.
     """
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]

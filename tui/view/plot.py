@@ -368,9 +368,10 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x in `stops` that is drawn nearest to cell `column`, such as a clicked cell.
+    """Return the item of `stops`, which are values of x, that is drawn nearest to cell `column`.
 
-    The column counts from the left of the plot. Return None if there are no stops.
+    The column, such as that of a click, counts from the left of the plot. Return None if there are
+    no stops.
     """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 

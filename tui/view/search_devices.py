@@ -171,8 +171,8 @@ def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
     A predicted batch size is preceded by ~. The numbers are never truncated. If the chosen layout
-    cuts the device's share into several passes, the share and the number of passes follow, as far
-    as there is room.
+    cuts the device's share into several passes, the share and the number of passes follow if there
+    is room.
     """
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)
@@ -200,7 +200,7 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
     """Return texts of different lengths for the memory column, the longest first.
 
-    `largest` is the largest batch that fits, as text, and `wall` the smallest that ran out of
+    `largest` is the largest batch that fits, as text. `wall` is the smallest batch that ran out of
     memory, or None.
     """
     if wall is None:

@@ -26,9 +26,10 @@ def share_lines(
 ) -> tuple[Line, ...]:
     """Draw each rank's number of rows per step over time, as a bar.
 
-    A line below the bars numbers the changes of shares 1, 2, ..., each where it happened. The time
-    axis begins shortly before the first change and ends now, at `at_seconds`. Return an empty tuple
-    if the shares haven't changed, if the changes don't match the ranks, or if there is no room.
+    A line below the bars numbers the changes of shares from 1; each number is at the time of its
+    change. The time axis begins shortly before the first change and ends now, at `at_seconds`.
+    Return an empty tuple if the shares haven't changed, if the changes don't match the ranks, or if
+    there is no room.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -93,7 +94,7 @@ def _cell_of_change(
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw one rank's shares over time; the height of the bar in a cell is the share at that time.
+    """Draw one rank's shares over time as a bar, whose height in a cell is the share at that time.
 
     A share of `most`, the largest of all ranks, has full height. Where a new share begins, its
     number of rows is written if there is room. `ends` has the cells of the changes, so `shares` has
