@@ -99,9 +99,10 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs in the structure that calls of the model use.
+    """Return the symbolic inputs and outputs, nested as in calls of the model.
 
-    A Sequential model has lists of inputs and outputs, but is called with a single tensor.
+    A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
+    only input and output are returned without the lists.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
@@ -149,7 +150,7 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of token ids that every embedding of the model accepts.
+    """Return the size of the model's smallest embedding; all its embeddings accept lower token ids.
 
     Without embeddings, return 2.
     """

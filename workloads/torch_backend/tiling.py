@@ -88,8 +88,7 @@ class Tiles:
 def _within(positions: tuple[int, int], first: int) -> slice:
     """Return the slice of a tile that covers the half-open range `positions` of the whole image.
 
-    `first` is the position at which the tile begins. Where the range is outside the tile, the slice
-    is cut off.
+    `first` is the position at which the tile begins. Positions outside the tile are left out.
     """
     begin, end = positions
     return slice(max(0, begin - first), max(0, end - first))

@@ -166,8 +166,8 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 def find_recipe(name: str, result: Any) -> Recipe | None:
     """Return the recipe of a Trainer, or of a LightningModule with its data.
 
-    `result` is what the user's function `name` returned. Return None if it is anything else. Raises
-    RequestError for a LightningModule without data.
+    `result` is what the user's function `name` returned. Return None if it is neither of these.
+    Raises RequestError for a LightningModule without data.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
@@ -365,7 +365,7 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to the module's keyword arguments, and to dummy targets that nobody reads."""
+    """Collate rows to keyword arguments of the module, and add dummy targets that nobody reads."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 

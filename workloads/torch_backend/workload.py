@@ -384,8 +384,8 @@ class TorchWorkload(Workload, StepListener):
     def time_on_device(self) -> float | None:
         """Return the seconds that a GPU takes for one step; None on a CPU.
 
-        A pause of the GPU is enqueued first, during which the host enqueues all of the step's
-        kernels. If the host waits for the GPU within the step, as in `.item()`, that wait is
+        First, a pause of the GPU is enqueued, during which the host enqueues all kernels of the
+        step. If the step itself makes the host wait for the GPU, as `.item()` does, that wait is
         included.
         """
         if not _on_gpu(self.device):
