@@ -56,11 +56,11 @@ class NoiseScale(msgspec.Struct, frozen=True):
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Return the noise and the signal of one step, from the gradients of its parts.
 
-    A part is what a rank or a pass computes. `sizes` are the rows of each part. `weighted` is sum_i
-    n_i |g_i|^2, where n_i are the rows and g_i is the mean gradient of part i. `whole` is |g|^2,
-    where g is the mean gradient of the batch. By analysis of variance, sum_i n_i |g_i - g|^2 / (K -
-    1) over the K parts with rows has the expected value tr(S), which depends neither on the sizes
-    nor on G. Raises ValueError if fewer than two parts have rows.
+    A part is what a rank or a pass computes. `sizes` are the rows of each part. `weighted` is the
+    sum of n_i |g_i|^2 over the parts, where n_i are the rows and g_i is the mean gradient of part
+    i. `whole` is |g|^2, where g is the mean gradient of the batch. By analysis of variance, the sum
+    of n_i |g_i - g|^2 over the K parts with rows, divided by K - 1, has the expected value tr(S).
+    This depends neither on the sizes nor on G. Raises ValueError if fewer than two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)

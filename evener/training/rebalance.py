@@ -318,8 +318,8 @@ class Rebalancer:
     def _learn_fixed(self) -> bool:
         """Learn the fixed part of compute time, which doesn't depend on rows.
 
-        It is learned only for ranks whose curve wasn't measured. The compute time t of n rows is a
-        + b * n, so the fixed part a follows from the times before and after a change of the rows.
+        It is learned only for ranks whose curve wasn't measured. The compute time of n rows is t =
+        a + b * n, so the fixed part a follows from the times before and after a change of the rows.
         The noisier a measurement is relative to the change, the less weight it gets. Return True if
         anything was learned.
         """
@@ -456,8 +456,8 @@ class Rebalancer:
         """Return how much the speed of each rank drifts, relative to the other ranks.
 
         A rank's factor is divided by the mean of the other ranks' factors. The drift is the
-        standard deviation of this ratio over the first `count` windows with the current shares. If
-        `count` is below 16, return the drifts that were measured with earlier shares.
+        standard deviation of this ratio's logarithm over the first `count` windows with the current
+        shares. If `count` is below 16, return the drifts that were measured with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
