@@ -102,7 +102,7 @@ def _structures(model: Any) -> tuple[Any, Any]:
     """Return the symbolic inputs and outputs, nested as in calls of the model.
 
     A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
-    only input and output are returned without the lists.
+    first input and first output are returned.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
