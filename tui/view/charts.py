@@ -266,6 +266,6 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
-    """Return about `most` equally spaced round numbers, from 0 to `highest` or slightly less."""
+    """Return about `most` equally spaced round numbers, from 0 to at most `highest`."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]
