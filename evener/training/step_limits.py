@@ -255,10 +255,11 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the parts of a step in which the last ranks wait for something on their host.
+    """Yield the parts of a step in which the ranks that finish last wait for their host.
 
-    There are three: threads wait for cores, a GPU waits for its host to start kernels, or the
-    training's own code on the CPU is idle. `competitors` names the programs that used the cores.
+    There are three such parts: threads wait for cores, a GPU waits until its host starts kernels,
+    or the training's own code on the CPU is idle. `competitors` names the programs that used the
+    cores.
     """
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)

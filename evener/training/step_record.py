@@ -1,13 +1,13 @@
 """Compare a training run's step times under its first and its last shares.
 
 Only undisturbed steps count. The first steps with new shares (warm-up) are disturbed, because
-kernels are chosen and the allocator grows then. So are steps in which evener checks the loss or
-memory runs out. A gain is significant if the intervals of the first and the last median don't
-overlap.
+kernels are chosen and the allocator grows then. Steps in which evener checks the loss or memory
+runs out are disturbed, too. A gain is significant if the intervals of the first and the last median
+don't overlap.
 
 Devices may have become faster or slower between both measurements. Therefore the compute time (own
 work) at the end is used to compute how long steps with the first shares would take now. If that
-differs from the time that they took, the step times can't be compared.
+differs from the time that they took at first, the step times can't be compared.
 
 This module has no side effects.
 """
