@@ -243,9 +243,8 @@ def find_line(error: BaseException, name: str = "") -> str:
     """Return the last line of user code in an error's traceback, such as "file.py:12".
 
     User code is all code outside evener, Python itself and installed packages. The module of the
-    workload `name` always counts as user code. The result is empty if the traceback has no such
-    line. An error from a TensorFlow graph has its lines only in its message, so the message is
-    searched too.
+    workload `name` always counts as user code. An error from a TensorFlow graph has its lines only
+    in its message, so the message is searched too. The result is empty if no line is found.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]

@@ -180,7 +180,7 @@ def _print_summary(
     """Print the summary of a training, and save it with the training's run.
 
     If no process reported its steps, nothing is printed or saved. `before` is the CPU use of all
-    processes when the training began. It is compared with the use now, to find the programs that
+    processes when the training began. It is compared with their use now, to find the programs that
     competed for cores. `code` is the training's exit code. `notes` are reports of the ranks of
     `evener run`; they are used to compare the first shares with the last ones.
     """

@@ -296,8 +296,8 @@ def verdict_lines(
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
     """Return how much was measured, and why the search ended, as text.
 
-    If the verdict (`found`) is given, the reason is left out where it would contradict the
-    verdict's recommendation to measure again.
+    If the verdict (`found`) recommends to measure again and the reason would contradict that, the
+    reason is left out.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -315,9 +315,9 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
     """Return a table with a row for each device.
 
     A row has the device's share in samples and as a fraction of the batch, its samples/s in the
-    plan, and its solo samples/s. Below the table are sentences that explain the last column. Lines
-    with tokens/s and samples per joule follow if these values are known. The sentences are wrapped
-    to `width`.
+    plan, and its solo samples/s. Below the table are sentences that explain the column of solo
+    samples/s. Lines with tokens/s and samples per joule follow if these values are known. The
+    sentences are wrapped to `width`.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]

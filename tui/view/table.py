@@ -109,8 +109,8 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
     """Return the order after the user has chosen the column `key` to sort by.
 
-    Right-aligned columns, which hold numbers, begin with the largest value. Choosing the column of
-    `before` again reverses its order.
+    Right-aligned columns, which hold numbers, begin with the largest value. If the rows are sorted
+    by this column already (`before`), the direction is reversed.
     """
     by_number = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else by_number)

@@ -54,8 +54,8 @@ def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows
 
     `frame` is the number of lines that a frame takes, and `wanted` has the lines that the panels
     would fill. The panels from the top are trainings, ranks, sentences, the last steps, the shares
-    over time, and graphs. The trainings take about a quarter of `height`. If there are no
-    trainings, one panel says how to start a training.
+    over time, and graphs. The trainings take at most about a quarter of `height`. If there are no
+    trainings, their panel takes the whole height, to say how to start one.
     """
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
