@@ -212,7 +212,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
     """Return a predicate that is True for a row if any of its devices supports any of these fields.
 
-    It decides whether the column of these fields is shown.
+    A column with these fields is shown only if the predicate is True for some row.
     """
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
@@ -250,10 +250,10 @@ def _reading(
     """Return a column for the reading `field` of a sample.
 
     A cell shows the value, its maximum, the `unit` and a bar, as far as they fit. Without a bar, it
-    is `least_width` cells wide. `draw` formats the value, and `tone` is its tone; it may also be a
-    function that maps a sample to the tone of each value. `limit` is the field that has the
-    maximum, if there is one. Without it, `full` is the value that fills the bar, or 0 for no bar.
-    The other parameters are as in `Column`.
+    is `least_width` cells wide. `draw` formats the value. `tone` is the tone of all values, or a
+    function that returns, for a sample, a function from a value to its tone. `limit` is the field
+    that has the maximum, if there is one. Without it, `full` is the value that fills the bar, or 0
+    for no bar. The other parameters are as in `Column`.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:

@@ -115,7 +115,7 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """Return a bar filled to the fraction `part`.
+    """Return a bar of `width` cells, filled to the fraction `part`.
 
     It is lower than a line of text, so that bars don't touch. The bar of the plan (`first`) is
     coloured, other bars are dim.

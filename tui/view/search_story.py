@@ -96,7 +96,8 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     """Return lines on a running search: its phases, the remaining time, what is measured and why.
 
-    If the search is stopping or paused, say so instead. If it failed, return only its error.
+    While the search is stopping or paused, the lines say so instead of what is measured. If the
+    search failed, return only its error.
     """
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
@@ -113,8 +114,8 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 def _pause_text(state: SessionState) -> str:
     """Return the text for a paused search.
 
-    If a probe is still running, the search pauses only after it, so the text names the probe's
-    devices.
+    A probe that is still running is completed before the search pauses. In that case, the text
+    names the probe's devices.
     """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."

@@ -199,8 +199,8 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 def _add_totals(row: TrainingRow) -> TrainingRow:
     """Add the totals over all ranks that aren't silent.
 
-    If a rank doesn't report on this machine, samples per joule and the fraction of the plan's
-    samples/s are 0.
+    If some ranks don't report on this machine, two values would be wrong and are 0: the samples per
+    joule, and the fraction of the plan's samples/s.
     """
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
