@@ -230,7 +230,7 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of those samples/s that aren't too old, as a reading.
+    """Return the sum of the samples/s that aren't too old, as a reading.
 
     Each of the `parts` is a pair of samples/s and their age in seconds. If all of them are too old,
     return a stale reading with their sum.
@@ -261,8 +261,8 @@ def _with_local_ids(
     Devices that have an id already or aren't on this machine stay unchanged. Other devices have
     only the framework's index, which doesn't count devices hidden by CUDA_VISIBLE_DEVICES. `pids`
     are the processes that the driver reports, by device id. If the driver reports this process on
-    as many GPUs as there are indices, they are matched in order. Otherwise the indices are taken to
-    be the driver's.
+    as many GPUs as there are indices, GPUs and indices are matched in order. Otherwise an index is
+    taken to be the driver's index of a GPU.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
@@ -284,8 +284,8 @@ def _number_devices(
     """Return the device for each index in `bare`, which are indices of the training's framework.
 
     `seen` are the devices on which the driver reports the process. If there are as many such
-    devices as indices, the two are matched in order. Otherwise the indices are taken to be the
-    driver's.
+    devices as indices, devices and indices are matched in order. Otherwise an index is taken to be
+    the driver's index of a device.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

@@ -96,9 +96,10 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Exit soon after the raylet that started this process has exited.
+    """Wait until the raylet that started this process has exited, then exit, too.
 
-    Ray doesn't end this process in that case. The child processes of this process exit with it.
+    Ray itself doesn't end this process in that case. The child processes of this process exit with
+    it.
     """
     parent = os.getppid()
     while os.getppid() == parent:

@@ -149,11 +149,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all devices of this kind, the usable ones, and environment variables that select them.
+    """Return this kind's devices, the usable ones among them, and environment variables.
 
-    `held` has Ray's names for the devices that it reserves for this process; None means that all
-    devices are usable. For the kind "auto", the first kind of accelerator found on this host is
-    used.
+    The variables make a program see only the usable devices. `held` has Ray's names for the devices
+    that it reserves for this process. If it is None, all devices are usable, and there are no
+    variables. For the kind "auto", the first kind of accelerator found on this host is used.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -165,10 +165,10 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the devices of a request over all hosts, given each host's answer.
+    """Return the requested devices of all hosts, given each host's answer.
 
     The result has notes on hosts and devices that are left out, and on package versions that differ
-    between hosts. Raises DeviceError if no device is left, or if a device that the request names is
+    between hosts. Raises DeviceError if no device is left, or if the request names a device that is
     unavailable.
     """
     kind = _choose_kind(answers.values())
@@ -224,10 +224,10 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names this host, or devices on it, that are unavailable.
+    """Raise DeviceError if the request names this host, but too few of its devices are available.
 
-    `agent` is the host's agent, `answer` is what the host found, and `own` is the number of devices
-    that were found there.
+    `agent` is the host's agent, and `answer` is what the host found. `own` is the number of devices
+    in the answer that can be used.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:

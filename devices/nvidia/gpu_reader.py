@@ -358,7 +358,7 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return the field's reading or, if it has none, the reading of the metric `fallback`.
+        """Return `field` if it has a current value; otherwise read the metric `fallback`.
 
         The fallback is a plain NVML call, which costs more.
         """
@@ -381,10 +381,10 @@ class GpuReader:
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """Return for what percentage of the last seconds the GPU was throttled, and the reasons.
 
-        The percentage is that of the reason that lasted longest, and the reasons are ordered by
-        duration. Reasons below `LEAST_NAMED_PERCENT` are left out. While the percentage isn't known
-        yet, the current reasons are returned. On chips without throttling counters, both are
-        estimated from the current reasons.
+        If there are several reasons, the percentage is the longest-lasting one's, and the reasons
+        are ordered by duration. Reasons below `LEAST_NAMED_PERCENT` are left out. While the
+        percentage isn't known yet, the current reasons are returned. On chips without throttling
+        counters, both are estimated from the current reasons.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}

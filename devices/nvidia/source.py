@@ -162,9 +162,10 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU is lost for `REOPEN_FOR_LOST_SECONDS`.
+        """Reopen the driver if it has gone, or if a GPU is lost for too long.
 
-        A GPU that was reset is listed again only after the driver has been reopened.
+        The limit is `REOPEN_FOR_LOST_SECONDS`. A GPU that was reset is listed again only after the
+        driver has been reopened.
         """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
