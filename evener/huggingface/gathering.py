@@ -244,11 +244,11 @@ class Gathering:
 def _gather_scalar(
     values: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return a scalar metric of each rank, with its rows and its sum, as PassValues.
+    """Return each rank's value of a scalar metric, with its number of rows and its sum.
 
-    `values` are this rank's values, one for each piece of a pass. `rows` are the pieces' numbers of
-    rows, by which the mean of the values is weighted. `gather` collects tensors from all ranks.
-    Ranks without rows are left out.
+    `values` are this rank's values, one for each piece of a pass, and `rows` are the pieces'
+    numbers of rows. A rank's value is the mean of its `values`, weighted by `rows`. `gather`
+    collects tensors from all ranks. Ranks without rows are left out.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)

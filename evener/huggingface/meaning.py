@@ -170,7 +170,7 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`, which compares only losses if gradients can't be computed.
+        """Return the result of `_find`; compare only losses if gradients can't be computed.
 
         Gradients can't be computed with reentrant activation checkpointing, which doesn't support
         `torch.autograd.grad`.
@@ -246,10 +246,11 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return those of `names`, the things a loss may be a mean over, that fit the loss.
+        """Return the names that fit the loss.
 
-        A name such as "labels" fits if the parts' gradients, weighted accordingly, add up to
-        `reference`, the gradient of all rows.
+        A name in `names` says what a loss may be a mean over. For example, "labels" fits if the
+        gradients of the parts, weighted by their numbers of labels, add up to `reference`, the
+        gradient of all rows. If only losses can be compared, the name that fits best comes first.
         """
         few = self._few
         fitting = []

@@ -286,9 +286,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
         If the user turned the check off, or one process computes each batch in one pass, return
-        what transformers assumes. `ignores` is True if some labels are ignored. `in_parts` is 0
-        except in a single process that has run out of memory and needs smaller passes: it is then
-        the number of rows on which the loss is checked.
+        what transformers assumes. `ignores` is True if some labels are ignored. `in_parts` is the
+        number of rows to check if a single process has run out of memory and needs smaller passes;
+        otherwise it is 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -375,7 +375,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss stays too large, as under the program's own launcher.
+        """The factor by which the loss is too large because the program's own launcher is imitated.
 
         It is 1 unless `keeps_launcher` is True, because the weights of the passes otherwise correct
         the loss.
