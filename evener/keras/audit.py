@@ -343,10 +343,10 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps, or warn and return None if their random numbers can't be compared.
+        """Return the steps; warn and return None if their random numbers can't be compared.
 
-        Such numbers can't be compared if those of a row depend on the device or pass that computes
-        it.
+        They can't be compared if a row's random numbers depend on the device or pass that computes
+        the row.
         """
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
@@ -381,7 +381,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which each device computes its part of these rows in two passes.
+        """Return a context in which each device computes its part of `rows` rows in two passes.
 
         It has no effect if the engine doesn't use passes.
         """
@@ -465,7 +465,8 @@ class StepAudit:
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
         """True if two sums of outputs are equal except for rounding.
 
-        The tolerance is relative to the largest absolute value in `whole`, the sums of all rows.
+        The tolerance is relative to the largest absolute value in `whole`, the sums of all rows'
+        outputs.
         """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
@@ -634,12 +635,12 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or, if they agree, of losses.
+        """Return the largest difference of gradients or, if gradients agree, of losses.
 
-        Return None if the losses agree, too. They are compared because gradients of 0 would hide a
-        difference. If values or labels were changed (`moved` isn't empty), only gradients are
-        compared. The tolerance is computed from `repeats`, results of the reference step with
-        random rounding errors.
+        Return None if the losses agree, too. Losses are compared because a difference doesn't show
+        in gradients that are 0. If values or labels were changed (`moved` isn't empty), only
+        gradients are compared. The tolerance is computed from `repeats`, results of the reference
+        step with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -868,7 +869,7 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if all processes could trace theirs; None otherwise."""
+        """Return the steps if every process could trace its own steps; None otherwise."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:

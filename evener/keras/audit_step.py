@@ -201,10 +201,10 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records, at each loss, the model's call before it.
+        """Return a context in which a plain step records from which model call a loss is computed.
 
-        The fields of a `StepCall` and the outputs' masks are appended to `calls`. A step that isn't
-        plain records nothing.
+        Each time a loss is computed, the fields of a `StepCall` and the outputs' masks are appended
+        to `calls`. A step that isn't plain records nothing.
         """
         if not self._plain:
             yield
@@ -539,9 +539,9 @@ def _not_rewritten() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores attributes of the model, its layers and its loss on exit.
 
-    Attributes that hold tensors or plain values are restored. The context provides a dictionary,
-    which is empty until exit. It then says which plain values had changed: it has their changed
-    values, by the names of layer and attribute.
+    Attributes that hold tensors or plain values are restored. The context provides a dictionary
+    that is filled on exit: for each plain value that had changed, it has the changed value, by the
+    names of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

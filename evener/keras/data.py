@@ -319,7 +319,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the indices in the arrays of an epoch's rows from `start` to `stop`.
+        """Return where the rows from `start` to `stop` of an epoch are in the arrays, as indices.
 
         `epoch` is the random number of the epoch, which determines the order of its rows.
         """
@@ -372,9 +372,9 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return the sample weights; if `class_weight` is given, convert it to them as Keras does.
+    """Return the sample weights, computed from `class_weight` if it is given, as Keras does.
 
-    Classes are found by label or by one-hot column.
+    A sample's class is its label or, if the label is one-hot, the column with the largest value.
     """
     if class_weight is None:
         return sample_weight
@@ -428,10 +428,10 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if these are the shapes of single samples, which lack the batch axis of each input.
+    """True if `x` has the shapes of single samples: each input's shape without the batch axis.
 
-    If the first axis of every shape has no fixed length, these axes may be batch axes nevertheless.
-    In that case, the result is True only if an input has another axis without a fixed length.
+    If the first axis of every shape has no fixed length, it may be a batch axis after all. In that
+    case, return True only if an input has a further axis without a fixed length.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):

@@ -150,8 +150,8 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement for a random function of TensorFlow that treats all rows alike.
 
-    It draws the same numbers for each row. `draw` is the stateless version of that function, which
-    is called with a fixed seed.
+    The replacement draws the same numbers for each row. `draw` is the stateless version of
+    TensorFlow's function, which is called with a fixed seed.
     """
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 

@@ -62,8 +62,8 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 def _other_size(spec: Any, tensor: Any) -> Any:
     """Return a tensor of zeros that differs from `tensor` in every length that `spec` leaves open.
 
-    A dataset of both tensors has the element spec `spec`, because these lengths aren't the same in
-    both.
+    A dataset that contains both tensors also leaves these lengths open, so its element spec is
+    `spec`.
     """
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)

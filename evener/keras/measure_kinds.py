@@ -247,11 +247,12 @@ class Measured(NamedTuple):
     def find_states(self) -> dict[int, str]:
         """Return the kind of each state that the step assigns, by the state's index.
 
-        A kind describes how a state's changes on the parts combine into its change on all rows.
-        Each kind is determined twice, from the current values of the states and from their values
-        after the first run; it is OTHER if both results differ. For example, a sum that decays
-        can't be distinguished from a plain sum while it is 0. Changes of BatchNormalization's
-        states are always weighted by rows. The index is that in `model.non_trainable_variables`.
+        The index is the state's index in `model.non_trainable_variables`. A kind describes how a
+        state's changes on the parts combine into its change on all rows. Each kind is determined
+        twice: from the current values of the states, and from their values after the first run. If
+        the two results differ, the kind is OTHER. For example, a sum that decays can't be
+        distinguished from a plain sum while it is 0. Changes of BatchNormalization's states are
+        always weighted by rows.
         """
         variables = self.model.non_trainable_variables
         keys = {
@@ -351,8 +352,8 @@ class Measured(NamedTuple):
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return the kind of a state: how its changes on the parts combine into its change on all rows.
 
-    `start` is the state's value before, `whole` its value after all rows together, and `parts` are
-    its values after each part, which has `sizes` rows.
+    `start` is the state's value before the step. `whole` is its value after a step on all rows, and
+    `parts` are its values after a step on each part. `sizes` are the parts' numbers of rows.
     """
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
@@ -447,9 +448,10 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels in which some are `padding`, a different number in each row.
+    """Return a copy of the labels in which some labels of each row are replaced by `padding`.
 
-    If a row has a single label, every third row's label is replaced.
+    The number of replaced labels differs from row to row. If a row has a single label, every third
+    row's label is replaced.
     """
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)

@@ -372,8 +372,8 @@ class Workers:
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows, and return the results.
 
-        Also return the values that states had before the step, for the states whose changes are
-        summed over all processes.
+        For the states whose changes are summed over all processes, also return their values before
+        the step.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -454,8 +454,8 @@ class Workers:
         """Return the sums of `tensors` over the processes, and record all compute times.
 
         The processes' compute times and the digests of their batches are sent in the same
-        collective as the tensors, converted to the type `kind`. `times` has the time at which this
-        process's step began, and the time at which its tensors were ready.
+        collective. For this, they are converted to the data type `kind`. `times` has the time at
+        which this process's step began, and the time at which its tensors were ready.
         """
         began, ready = times
         labels = 0 if digest is None else digest.labels

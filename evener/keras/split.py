@@ -317,7 +317,10 @@ class Split:
     def _divide_by_plan(
         self, plan: Plan, global_batch: int | None
     ) -> tuple[tuple[str, ...], Cut, int]:
-        """Return devices, cut and global batch of a plan; in a group, in the order of the ranks."""
+        """Return the devices, the cut and the global batch of a plan.
+
+        In a group, the devices and the shares of the cut are in the order of the ranks.
+        """
         active = plan.layout.active
         size = plan.layout.global_batch
         if global_batch is not None:

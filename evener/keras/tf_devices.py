@@ -148,7 +148,7 @@ def _visible_gpus() -> list[str] | None:
 def _position(share: Share, visible: list[str] | None) -> int:
     """Return TensorFlow's index of a plan's GPU: its position among the visible GPUs.
 
-    `visible` are the entries of CUDA_VISIBLE_DEVICES. Raises DeviceError if they don't include it.
+    `visible` are the entries of CUDA_VISIBLE_DEVICES. Raises DeviceError if the GPU isn't visible.
     """
     if visible is None:
         return share.index
