@@ -299,7 +299,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True with LBFGS or a learning-rate finder, which decide by the value of the loss.
+        """True if LBFGS or a learning-rate finder is used; both decide by the value of the loss.
 
         All ranks must then see the same loss, so that they make the same decisions.
         """

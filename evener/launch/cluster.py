@@ -318,8 +318,8 @@ class HostLaunch:
     def _run(self) -> None:
         """Start the launch, and read its output until it exits.
 
-        The thread has to live as long as the launch, because the kernel signals a process when the
-        thread that started it ends (PR_SET_PDEATHSIG).
+        The thread that runs this method has to live as long as the launch. When the thread that
+        started a process ends, the kernel signals the process (PR_SET_PDEATHSIG).
         """
         try:
             self._process = process = subprocess.Popen(

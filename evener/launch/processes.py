@@ -61,9 +61,9 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        A rank that left with exit code 0 before the others failed may be the cause, so the message
-        begins with that rank. It is left out if the failed rank was ended by SIGKILL, because
-        SIGKILL is then the cause.
+        If a rank exited with code 0 before the others failed, that may be the cause, so the message
+        begins with that rank. If the failed rank was ended by SIGKILL, this is the cause, and the
+        message names only the failed rank.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -251,10 +251,10 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the variable RENDEZVOUS that makes processes rendezvous through a file.
+    """Create a file for the processes' rendezvous, and return the value of the variable RENDEZVOUS.
 
-    `address` is the HOST:PORT that PyTorch would use instead. The value names the file, which is
-    created.
+    The value has two parts: `address`, the HOST:PORT that PyTorch would use without the file, and
+    the file's path.
     """
     return f"{address} {make_memory_file()}"
 

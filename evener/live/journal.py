@@ -355,7 +355,8 @@ class TrainingJournal:
     def _append(self, entry: TrainingEntry) -> None:
         """Write an entry, after earlier entries that couldn't be written yet.
 
-        If too many are unwritten, the oldest one is dropped, but never the start.
+        If too many entries are unwritten, the oldest one is dropped. The entry of the run's start
+        is never dropped.
         """
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:

@@ -124,8 +124,8 @@ def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
     """Return pairs (number, device) for the devices of a process.
 
-    The number of a process's only device is the process's rank.
-    Several devices are numbered from 0.
+    If the process has only one device, the device's number is the process's rank. Several devices
+    are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

@@ -260,9 +260,10 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _with_kinds(plan: Plan) -> Plan:
-    """Return the plan with the kind of layout of each comparison (`evidence`) set from its name.
+    """Return the plan with the kind of layout filled in for each comparison in its `evidence`.
 
-    Plans written by evener 0.1 and 0.2 have only names.
+    The kind is derived from the comparison's name, because plans written by evener 0.1 and 0.2 have
+    only names.
     """
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",

@@ -286,9 +286,9 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the share holds a part of the sharded state.
+    """True if the share holds a valid part of the sharded state.
 
-    Also true if it holds none, provided that the share has no rows.
+    A share without rows may also hold no part of it.
     """
     if not share.state:
         return not share.batch

@@ -450,7 +450,8 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
     """Gather the rows of all ranks, and return one tensor per rank.
 
-    `counts` has each rank's number of rows. Ranks exchange tensors that are padded to the largest.
+    `counts` has each rank's number of rows. Before the exchange, each rank's tensor is padded to
+    the largest of these numbers.
     """
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]

@@ -127,10 +127,10 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    That happens if the program's first process creates a group on this machine whose size isn't the
-    number of evener's ranks. It doesn't happen if the program has started processes for the group.
-    For example, the program's own options may list fewer GPUs than evener has devices. `given` has
-    the arguments of `init_process_group`.
+    This happens if the program's first process creates a group on this machine, and the size of the
+    group isn't the number of evener's ranks. For example, the program's own options may list fewer
+    GPUs than evener has devices. If the program has started processes for the group, nothing is
+    raised. `given` has the arguments of `init_process_group`.
     """
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -253,10 +253,10 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which a process that hasn't joined a group has no rank variables.
+    """Return a context that removes the variables with a rank, such as RANK, from the environment.
 
-    Otherwise its child processes would act as the ranks that evener started. A rank that has
-    already created a group with evener's other ranks keeps its variables.
+    Otherwise child processes would act as the ranks that evener started. A process that has already
+    created a group with evener's other ranks keeps its variables.
     """
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}
