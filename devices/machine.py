@@ -307,7 +307,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time: that of the noisiest device.
+        """Return the relative standard deviation of a step time, which is the noisiest device's.
 
         `shares` has the rows of each device; devices without rows don't count.
         """

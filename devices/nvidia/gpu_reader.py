@@ -520,8 +520,8 @@ class GpuProcesses:
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Return the percentage of the multiprocessors' time that each busy process used, by pid.
 
-        The second result is the reading for every other process, because the driver lists only busy
-        ones. It is 0 % if the call succeeded. Otherwise it says why the use is unknown.
+        The driver lists only busy processes, so the second result is the reading for all other
+        processes. It is 0 % if the call succeeded. Otherwise it says why the use is unknown.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
