@@ -1,4 +1,4 @@
-"""Audits of a Trainer: compare the gradient of a few rows in one pass with that of their shares.
+"""Audits of a Trainer: compare the gradients of a few rows, computed in one pass and by shares.
 
 An audit calls the trainer's own `compute_loss`. The rows of each share are collated separately, and
 their losses are weighted as in a training step. Under `evener run`, the gradient to compare with is

@@ -151,7 +151,7 @@ class Gathering:
         return put_back
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums over all ranks of the tensor `values` of shape (n,), on its device."""
+        """Return the tensor `values`, of shape (n,), summed over all ranks, on the same device."""
         sums: torch.Tensor = self._gather(values[None]).sum(0)
         return sums
 

@@ -39,7 +39,10 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return how many labels of `batch` the loss is a mean over; 0 unless it is over labels."""
+        """Return how many labels of `batch` the loss is a mean over.
+
+        Return 0 if the loss isn't a mean over labels.
+        """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
@@ -63,7 +66,7 @@ def silent(trainer: Any) -> Any:
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return what transformers assumes that the loss is a mean over, without checking it.
+    """Return what the loss is a mean over according to transformers, without checking it.
 
     `world` is the number of processes.
     """

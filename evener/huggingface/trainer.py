@@ -500,9 +500,9 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    `sampler` has the order of rows, and `collate` collates them. The rows are the next ones of the
-    epoch or, with `chooses`, rows that differ much from each other, chosen from more of the epoch.
-    Return None if there are fewer than two rows.
+    `sampler` has the order of rows, and `collate` collates them. With `chooses`, the rows are
+    chosen from a part of the epoch so that they differ much from each other. Otherwise they are the
+    next rows of the epoch. Return None if there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)
