@@ -419,8 +419,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _share_loss(self, result: Any) -> Any:
         """Return the result of training_step with the global batch's loss in place of this rank's.
 
-        Only the value is replaced: gradients are still those of this rank's loss. Ranks that decide
-        something by the value then make the same decision.
+        Only the value is replaced: gradients are still computed from this rank's loss. All ranks
+        then see the same value, so code that decides by it makes the same decision on all ranks.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
@@ -472,7 +472,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         This is necessary only in manual optimization, in which the backward pass runs within
         training_step. If DistributedDataParallel sums the gradients, this method does the same as
-        that of DDPStrategy.
+        DDPStrategy's.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)

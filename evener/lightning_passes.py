@@ -60,8 +60,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Return the loss of a part's batch as training_step computes it.
 
-    Return None if training_step returns None. `others` are its arguments other than the batch, by
-    default the arguments for an epoch's first batch.
+    Return None if training_step returns None. `others` are the arguments of training_step other
+    than the batch; by default, they are the arguments for an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -83,7 +83,7 @@ def _step(strategy: Any, batch: Any) -> Any:
 
 
 def loss_of(result: Any) -> Any:
-    """Return the loss from the result of training_step, which is a loss or has it under "loss"."""
+    """Return the loss in the result of training_step: the result itself, or its item "loss"."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 
