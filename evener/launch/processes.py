@@ -337,8 +337,9 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
     """Return how the processes ended, with the ranks that failed by themselves.
 
-    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank. Ranks
-    that failed FORCE_SECONDS after the first failure or later were killed by the agent.
+    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank. A
+    rank that failed FORCE_SECONDS or more after the first failure was killed by the agent, so it is
+    left out.
     """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}

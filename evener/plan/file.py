@@ -132,7 +132,8 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the machine and model on which the plan was measured.
 
-    A training run compares it with its own machine and model, because others need their own plans.
+    A training run compares it with its own machine and model, because a different machine or model
+    needs a plan of its own.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device

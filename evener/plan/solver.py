@@ -182,7 +182,7 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
 def _rows_of(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return the rows of each share in `left`, and its rows per pass.
+    """Return two dictionaries keyed by the shares in `left`: their rows, and their rows per pass.
 
     The rows are computed from the devices' curves. If the shares are fractions of cost, or the
     curves give no solution, the rows are divided in the proportions of the shares instead.
