@@ -253,7 +253,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context that removes the variables with a rank, such as RANK, from the environment.
+    """Return a context in which the environment lacks a rank's variables, such as RANK.
 
     Otherwise child processes would act as the ranks that evener started. A process that has already
     created a group with evener's other ranks keeps its variables.
