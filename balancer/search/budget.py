@@ -285,10 +285,10 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step in seconds.
+        """Return the duration of a layout's step in seconds; 0 if none of the devices ran.
 
-        It is measured or, if the layout never ran, predicted. Without a prediction, it is estimated
-        from solo speeds. Return 0 if none of the devices ran.
+        If the layout ran, its measured duration is returned, and otherwise the predicted one.
+        Without a prediction, the duration is estimated from solo speeds.
         """
         own = self._seen.timed_in(layout)
         if own:

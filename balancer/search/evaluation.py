@@ -116,9 +116,10 @@ class Evaluation:
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next solo probes or, if no more of them are worth it, the probe of a split.
+        """Return the next solo probes, or the probe of a split once solo probes are finished.
 
-        Return an empty tuple if no measurement is worth its time, or if none fits the budget.
+        Solo probes are finished if no more of them are worth their time. Return an empty tuple if
+        no measurement is worth its time, or if none fits the budget.
         """
         if self._why_none:
             return ()
@@ -312,10 +313,10 @@ class Evaluation:
     def _chosen(self) -> Result | None:
         """The best layout, according to the measurements that led to its choice.
 
-        Layouts of the race are judged by their turns. Layouts that ran only in exploration are
-        judged by their measurements there. Such a layout is ignored if its shares are so close to
-        those of a layout in the race that no measurement would show the difference. If no layout
-        may run any more, the result is the best of all that ran.
+        Layouts of the race are judged by their turns, and layouts that ran only in exploration by
+        their measurements there. A layout of exploration is ignored if a layout of the race has
+        nearly the same shares, because no measurement would show the difference. If no layout may
+        run any more, the result is the best of all that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
@@ -330,9 +331,9 @@ class Evaluation:
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race (`raced`), and other layouts of the requested families that
-        were measured. The shares of these other layouts must clearly differ from those of every
-        layout in the race.
+        They are the layouts of the race (`raced`), and other measured layouts of the requested
+        families. Another layout is left out if its shares are nearly the same as in a layout of the
+        race.
         """
         fit = [
             one

@@ -369,7 +369,8 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
     """Return the sort key of an observation; a probe keeps the observation with the highest key.
 
     OutOfMemory comes before Timed, and Timed before Failed. Of two timed observations, the one with
-    more steps has the higher key or, if the steps are equally many, the one with shorter steps.
+    more steps has the higher key. If they have equally many steps, it is the one with the shorter
+    steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)

@@ -59,10 +59,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long the slowest device would take for its share alone, in seconds.
+        """Return how long the slowest device of a layout would take for its share if it ran alone.
 
-        A step of the layout takes longer than that because its devices work together. Return None
-        if none of the devices ran alone.
+        The result is in seconds. A step of the layout takes longer than that because its devices
+        work together. Return None if none of the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -142,7 +142,7 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a device alone, measured or, if it wasn't measured, predicted.
+        """Return the samples/s of a device alone, predicted if they were not measured.
 
         A measurement with the other devices idle is preferred. A measurement from the solo stage,
         where all devices run at the same time, counts only if `contended`. The prediction is the
@@ -310,9 +310,9 @@ class RowPolicy:
     ) -> Layout | None:
         """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        `turns` are the measurements of each layout, and `leader` those of the fastest layout.
-        Unless a check has confirmed the layout, its batch is at most `most`. Return None if there
-        is no such layout.
+        `turns` has the measurements of each layout, and `leader` the measurements of the fastest
+        layout. A layout that no check has confirmed must have a batch of at most `most`. Return
+        None if there is no such layout.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []

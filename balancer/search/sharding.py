@@ -615,8 +615,8 @@ class StateRoom:
     def _left(self, rows: Sequence[float]) -> list[float]:
         """Return how much of the whole state each device can hold beside its rows, in bytes.
 
-        Some of the state, such as gradients, doesn't exist while activations are at their peak, so
-        a device can hold more of it than the memory that its rows leave free. A value is negative
+        Some of the state, such as gradients, doesn't exist while activations are at their peak. The
+        result may therefore be more than the memory that the rows leave free. A value is negative
         if the rows themselves don't fit.
         """
         found = []

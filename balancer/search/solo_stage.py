@@ -404,9 +404,10 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """Return the device's first small batch or, if that ran, the second one.
+        """Return the next small batch to measure on the device.
 
-        If the device ran out of memory at that batch, return a smaller batch.
+        It is the first small batch or, once that ran, the second one. If the device ran out of
+        memory at that batch, return a smaller batch.
         """
         memory = one.memory
         quantum = self._quantum

@@ -45,7 +45,7 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes: of passes, or else of global batches, or else of a split.
+        """Return the next probes: first of passes, then of global batches, and finally of a split.
 
         Passes and global batches are measured on devices alone. Return an empty tuple if the stage
         is over or the budget doesn't allow a probe.

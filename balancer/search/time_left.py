@@ -130,11 +130,11 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How many later steps take as long as the tuning of kernels in a first step at a new size.
+        """The time to tune kernels in a first step at a new size, as a number of later steps.
 
-        With TensorFlow, that is up to 100 steps. The number is fitted to the quickest and the
-        slowest step of each device alone. The part of a first step that doesn't grow with the
-        step's duration is overhead instead.
+        With TensorFlow, it is up to 100 steps. It is fitted to the quickest and the slowest step of
+        each device alone. The part of a first step that doesn't grow with the step's duration is
+        not tuning but overhead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):

@@ -151,11 +151,11 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return a straight line through the points or, if it doesn't fit, a curve with a knee.
+    """Return the simplest curve for some points, and how far it is from the worst point.
 
-    A curve with a knee is a level stretch followed by a line. Of these curves, the one with the
-    smallest residual at its worst point is returned, even if it doesn't fit well. The second value
-    is that residual in standard errors.
+    The curve is a straight line or, if that doesn't fit, a curve with a knee: a level stretch
+    followed by a line. Of all curves with a knee, it is the one with the smallest residual at its
+    worst point, even if it doesn't fit well. The second value is that residual in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
