@@ -328,9 +328,10 @@ def make_comparison_job(
 ) -> Job:
     """Make a job that compares layouts on these devices.
 
-    It is made as by `make_job`. `layouts` are names of families; None for all. `knobs` are names of
-    options to try. If a family or a knob is impossible here, `request.compare.left_out` of the job
-    says so. Raises RequestError for unknown names, or if no layout is possible.
+    Apart from that, the job is like one from `make_job`. `layouts` are names of families; None for
+    all. `knobs` are names of options to try. If a family or a knob is impossible here,
+    `request.compare.left_out` of the job says so. Raises RequestError for unknown names, or if no
+    layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))

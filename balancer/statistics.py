@@ -73,10 +73,11 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the relative half-width as in `lone_error`, but estimated from many pairs of steps.
+    """Return the relative half-width of the 95 % interval of a step that was timed only once.
 
-    A pair has the durations of a first step and of the step after it. First steps may take longer
-    in general, so the ratio of each pair is compared with the median ratio.
+    Unlike in `lone_error`, it is estimated from many pairs of steps. A pair has the durations of a
+    first step and of the step after it. First steps may take longer in general, so the ratio of
+    each pair is compared with the median ratio.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])

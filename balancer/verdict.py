@@ -73,7 +73,8 @@ class RateGap(msgspec.Struct, frozen=True):
     """The plan's samples/s divided by a rival's, minus 1, with a 95 % interval.
 
     `alternately` is True if the layouts were measured in alternating turns. The gap may then be
-    more precise than the samples/s of each layout, and differ from the gap computed from them.
+    more precise than the samples/s of each layout, and may differ from the quotient of these
+    samples/s.
     """
 
     value: float

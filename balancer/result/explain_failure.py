@@ -246,8 +246,9 @@ def find_unfinished(
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
     """Return a phase in the user's terms, and the name of what is imported or built in it.
 
-    The name is that of the workload or, while it is built, of the function that builds it. A
-    built-in workload isn't built by a function of the user, so its phase is called "preparing".
+    Usually, that is the name of the workload. While the workload is built, it is the name of the
+    function that builds it. A built-in workload isn't built by a function of the user, so its phase
+    is called "preparing".
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload

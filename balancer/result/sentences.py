@@ -64,7 +64,8 @@ PLAIN_PARALLEL = {
 class VerdictText(msgspec.Struct, frozen=True):
     """A verdict as text.
 
-    If the devices were simulated, the description and the recommendation begin with that.
+    If the devices were simulated, the description and the recommendation begin with a remark that
+    says so.
     """
 
     description: str
@@ -764,7 +765,7 @@ def _write_percent_lost(gain: float) -> str:
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
     """Yield how much slower the best pack and the best placement are than the plan.
 
-    Those that tie with the plan, or are too uncertain to compare, are named in separate sentences.
+    One that ties with the plan, or is too uncertain to compare, is named in a separate sentence.
     """
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
     yield from _describe_losses(verdict, others)

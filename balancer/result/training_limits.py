@@ -165,11 +165,11 @@ class _Measured:
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step that a device's kernels wait for those of other processes.
+        """Return the seconds per step that a device's kernels wait for kernels of other processes.
 
-        The estimate is the time for which other processes compute, but at most the longer of two
-        times: how long the session's kernels are enqueued without running, and how long they run.
-        The second one is a limit because a GPU gives processes equal slices of time.
+        They are the time for which other processes compute, but at most the longer of two times:
+        how long the session's kernels are enqueued without running, and how long they run. The
+        second one is a limit because a GPU gives processes equal slices of time.
         """
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
@@ -186,7 +186,7 @@ class _Measured:
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the positions of the devices that finish their compute time last.
+        """Return the positions of the devices with the longest compute time (own work).
 
         The other devices wait for them.
         """
@@ -215,7 +215,7 @@ class _Measured:
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
     """Yield how long a step waits for rows.
 
-    If steps on a kept batch were timed, the result also has the step's time without input.
+    If steps that reuse one batch were timed, the result also has the step's time without input.
     """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer

@@ -245,10 +245,10 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the factor by which other programs slowed a training.
+    """Return the factor by which other programs slowed a training; at least 1.
 
-    It is the mean compute time (own work) of a step divided by that of a quick step, and
-    at least 1.
+    It is the ratio of two compute times (own work): the mean over all steps, and the time of a
+    quick step.
     """
 
     def work(window: StepsEntry) -> float:
