@@ -71,7 +71,7 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """This device's points: the measurements of solo probes, and those of larger batches.
+        """This device's points from solo probes, and its points of larger batches.
 
         The larger batches were measured in splits or while the other devices were idle.
         """

@@ -63,9 +63,9 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The global batch for layouts whose best batch isn't searched, such as placements.
 
-        It is the fixed batch, if there is one. Otherwise it is the batch of the best solo layout
-        or, if none ran, the smallest batch that didn't fit on a device alone. It is None if none of
-        these is known yet, or if rows are assigned by cost.
+        It is the fixed batch, if there is one, and otherwise the batch of the best solo layout. If
+        no device ran alone, it is the smallest batch that didn't fit on a device alone. It is None
+        if none of these is known yet, or if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None

@@ -194,7 +194,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or, if that turn is complete, of a new turn.
+        """Return the next probe of the current turn; if the turn is complete, begin a new one.
 
         Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe. If
         `settled`, the winner is known: all rivals take part, and no time is reserved for later

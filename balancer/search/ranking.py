@@ -215,10 +215,10 @@ def undecided(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """Return the samples/s of `one` divided by those of `other`, minus 1.
+    """Return the relative difference between the samples/s of `one` and of `other`.
 
-    The difference is computed from the turns that both took part in or, if there are none, from all
-    pairs of turns.
+    It is positive if `one` is faster. It is computed from the turns that both took part in. If
+    there are none, it is computed from all pairs of a turn of `one` and a turn of `other`.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))

@@ -166,10 +166,10 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batch sizes, including those of further devices that join it.
+        """Return the round's batches, with a batch for each further device that joins the round.
 
-        All devices should compute at the same time, as in a split. So a device joins with a batch
-        that is new to it, in one of two cases:
+        All devices should compute at the same time, like in a split. Therefore, a device joins with
+        a batch that is new to it, in one of two cases:
 
         - The round doesn't last longer because of the device.
         - The batch is the device's even share, with which every plan is compared, and the round

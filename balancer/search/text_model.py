@@ -159,8 +159,8 @@ class TextModel(MachineModel):
     def tried_alone(self, position: int) -> list[Observation]:
         """Return the observations of a device alone, in the order of their probes.
 
-        Their layouts have rows of one length, or a global batch of rows of several lengths that are
-        distributed over passes by cost.
+        A layout has either rows of one length, or a global batch: rows of several lengths, which
+        are distributed over passes by cost.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]

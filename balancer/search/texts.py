@@ -73,9 +73,10 @@ class TextPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split of rows over the devices of the best split, the first of `splits`.
 
-        Rows are assigned in the order of the data, as in a training without a plan, and a pass has
-        no more rows than fit if all have the longest length. Return an empty list if there is no
-        such split. `scaling` (even splits over fewer devices) isn't supported for unequal rows.
+        Rows are assigned in the order of the data, like in a training without a plan. A pass has so
+        few rows that it fits even if all of them have the longest length. Return an empty list if
+        there is no such split. `scaling` (even splits over fewer devices) isn't supported for
+        unequal rows.
         """
         if not splits:
             return []
