@@ -196,7 +196,7 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Check this machine, and return notes on those of its devices that other programs use.
+    """Check this machine, and return notes on its devices that other programs use too.
 
     Raises RequestError if the framework isn't installed or can't use the devices. Raises
     DeviceError if other programs hold the memory of all devices.

@@ -445,8 +445,9 @@ class Measurement:
     def _cpu_share(self, ran: Ran) -> float | None:
         """Return the fraction of a block's time in which a process had all the cores it could use.
 
-        It is computed from the time that threads waited for a core. If the kernel doesn't report
-        that time, the fraction for a process with a single thread is CPU time divided by wall time.
+        `ran` is the reply of a process that waits for no other ranks. The fraction is computed from
+        the time that threads waited for a core. If the kernel doesn't report that time, the
+        fraction for a process with a single thread is CPU time divided by wall time.
 
         Return None if the fraction is unknown, or if the process doesn't have its cores to itself.
         """

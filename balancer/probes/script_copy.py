@@ -55,7 +55,7 @@ def copy_workload(workload: str) -> ScriptCopy | None:
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:
-    """Yield the Python files in a folder, and those of its packages."""
+    """Yield the Python files in a folder and in its packages."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path

@@ -464,7 +464,7 @@ def _describe_batch(verdict: Verdict) -> Iterator[str]:
 
 
 def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
-    """Yield faster layouts with precise samples/s, if those of the plan are too uncertain."""
+    """Yield faster layouts with precise samples/s, if the plan's samples/s are imprecise."""
     if verdict.rate.known:
         return
     own = verdict.rate.samples_per_second
