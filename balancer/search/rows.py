@@ -48,9 +48,9 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is. A single device isn't in two cases: if every layout must use all devices, or
-        if the device computes a free batch in several passes. A smaller batch in fewer passes would
-        then give the same samples/s.
+        Every split is sensible. A single device isn't sensible if every layout must use all
+        devices. It isn't either if it computes a free batch in several passes, because a smaller
+        batch in fewer passes would give the same samples/s.
         """
         if layout.traits.together:
             return True
@@ -102,11 +102,11 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best solo layout; empty if there is none.
+        """Return the best solo layout, perhaps with a variant in one pass; empty if there is none.
 
-        If the global batch is fixed, that layout may compute it in several passes. If the batch
-        certainly fits in one pass too, a second layout computes it so. If the batch is free, the
-        layout has the device's best batch.
+        If the batch is free, the layout has the device's best batch. A fixed batch may be computed
+        in several passes. If the layout has several passes although its batch certainly fits in
+        one, the same batch in one pass follows as a second layout.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -282,10 +282,11 @@ class RowPolicy:
 
         The first split is predicted to be slower than the fastest layout by the whole tolerance,
         the second by half of the tolerance (`PARTS`). The second is yielded only if the first was
-        measured and is too slow. Instead of a predicted split, a measured split is yielded if it is
-        fast enough and its batch is no larger. A measured split with a larger batch is yielded only
-        if a check has confirmed its speed: of many batches near the edge of the tolerance, one
-        would seem fast enough by chance.
+        measured and is too slow.
+
+        A measured split replaces a predicted one if it is fast enough and its batch is no larger.
+        If its batch is larger, it is yielded only if a check has confirmed its speed. Otherwise, of
+        many batches near the edge of the tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {

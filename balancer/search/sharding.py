@@ -89,10 +89,10 @@ class RowDemand(msgspec.Struct, frozen=True):
 class StateDivision(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
-    `in_passes` is True if rows are computed in several passes: the gradients of earlier passes then
-    exist when activations are at their peak. `limits` are the bytes of each device without its
-    headroom; None if its memory is unknown. `rows` has each device's rows of one pass, to which the
-    division of the state is adapted.
+    `rows` are the rows of one pass on each device, for which the division leaves room. `limits` are
+    the bytes of each device without its headroom; None if its memory is unknown. `in_passes` is
+    True if rows are computed in several passes: the gradients of earlier passes then exist when
+    activations are at their peak.
     """
 
     parts: tuple[float, ...]
