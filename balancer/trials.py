@@ -58,7 +58,7 @@ LEAST_RISE = 0.02
 class ProbeLength(msgspec.Struct, frozen=True):
     """The length of each run, without its warm-up.
 
-    A run takes `steps` optimizer steps or, if `steps` is 0, `seconds`.
+    A run takes `steps` optimizer steps. If `steps` is 0, it takes `seconds` instead.
     """
 
     seconds: float = DEFAULT_SECONDS

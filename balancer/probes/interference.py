@@ -129,8 +129,8 @@ class InterferenceMonitor:
         """Return the other processes that computed on each device since the last call, by position.
 
         `own` are the pids of the session's children, which don't count. A position is left out if
-        the driver lists no child on it, because the driver may then number processes differently
-        than this host, as in a container.
+        the driver lists no child on it. The driver may then number processes differently than this
+        host, for example in a container.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():

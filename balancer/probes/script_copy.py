@@ -80,10 +80,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return the text with the paths of copied files replaced by those of the originals.
-
-        It is used for tracebacks.
-        """
+        """Return a traceback with the paths of copied files replaced by the original paths."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

@@ -218,11 +218,11 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """For the probes that haven't timed any steps yet, return the phases they are in.
+    """Return the phases of the running probes that haven't timed any steps yet.
 
-    `running` are the latest reports of the running probes. Each phase has the labels of the devices
-    whose probes are in it, the longest time that one of them has spent in it, and the line of the
-    user's code if it is known.
+    `running` are the latest reports of the running probes. A phase is, for example, "building". It
+    has the labels of the devices whose probes are in it, the longest time that a probe has spent in
+    it, and the line of the user's code if it is known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):

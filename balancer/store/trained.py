@@ -25,9 +25,9 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings with one plan, as far as they kept a journal.
+    """The speed of the trainings with one plan that have kept a journal.
 
-    `trainings` is their number. The speeds are from the last of them.
+    `trainings` is their number. The other values are from the last of these trainings.
     """
 
     trainings: int
