@@ -87,11 +87,11 @@ def explain_no_device(model: MachineModel) -> End:
 def find_doubt(model: MachineModel, chosen: Result) -> str:
     """Return a message if there is reason to doubt the chosen plan, else an empty string.
 
-    A plan is doubtful if its devices' curves predict samples/s that differ clearly from those
-    measured, or if a device ran out of memory repeatedly at batches that are not much larger. The
-    function is called when no further measurement is expected to change the plan. In 4,740 hard
-    searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of the plans with
-    one.
+    There are two reasons to doubt a plan. Its measured samples/s may differ clearly from what its
+    devices' curves predict. Or one of its devices may have run out of memory repeatedly at batches
+    that are not much larger. The function is called when no further measurement is expected to
+    change the plan. In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 %
+    off, and 12 % of the plans with a doubt.
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:

@@ -294,8 +294,9 @@ class Evaluation:
     def best(self) -> Result | None:
         """The best layout of all that were measured and may still run; None before any measurement.
 
-        If the layout was measured again after it was chosen, only the turns since then give its
-        samples/s, because the highest of several noisy values is biased upwards.
+        If the layout was measured again after it was chosen, its samples/s are computed only from
+        the turns since then. The samples/s for which it was chosen are the highest of several noisy
+        values, and therefore biased upwards.
         """
         chosen = self._chosen
         if chosen is None:

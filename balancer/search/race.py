@@ -246,7 +246,7 @@ class Race:
 
         A tie is a pair of layouts that the rest of the budget can't tell apart. Only turns with a
         lower number than `before` count. If a device was throttled in the only turn of some rivals,
-        just these rivals are returned, because nothing can be decided without another turn of them.
+        only these rivals are returned. Nothing can be decided before they have another turn.
         """
         turns = {}
         for one in rivals:

@@ -382,9 +382,9 @@ class RowPolicy:
         """Choose the batch of an even split over the devices at `positions`.
 
         This is for a request that doesn't fix the global batch. The batch has as many rows per
-        device as the first of `splits`. Without splits, it has as many per device as the smallest
-        of the devices' best batches alone, but at most the largest global batch that the user
-        allows. Return 0 if there are no splits and none of the devices ran alone.
+        device as the first of `splits`. Without splits, the number of rows per device is the
+        smallest of the devices' best batches alone. The global batch is then limited to the largest
+        one that the user allows. Return 0 if there are no splits and none of the devices ran alone.
         """
         count = len(positions)
         if splits:

@@ -391,8 +391,8 @@ class Sharding:
     def _without_state(self, one: Timed) -> tuple[int | None, ...]:
         """Return the bytes that each device's rows took, without its part of the state.
 
-        They are None for a device that used no more than its part of the state and the gathered
-        units, because its measurement doesn't show how much of that the rows took.
+        They are None for a device that used no more memory than its part of the state and the
+        gathered units would take, because it isn't known how much of that memory its rows took.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)

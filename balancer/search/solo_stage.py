@@ -450,9 +450,9 @@ class SoloStage:
         """Return the first two batches to measure on a device: 8 and 64 rows, or fewer.
 
         Both are at most `most`. The second batch is also limited to an even share of the global
-        batch or, if that is free, of the largest global batch that the user allows. If this makes
-        it smaller than 64 rows, the first batch is an eighth of it. Both batches are rounded up to
-        multiples of the quantum.
+        batch. If the global batch is free, it is limited to an even share of the largest one that
+        the user allows. If this makes the second batch smaller than 64 rows, the first batch is an
+        eighth of it. Both batches are rounded up to multiples of the quantum.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch

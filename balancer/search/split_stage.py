@@ -62,8 +62,8 @@ class SplitStage:
         """Return the probe of an allocation; None if `wanted` is None or the budget is too small.
 
         The probe must leave `after` seconds for later probes. If there is only time for a single
-        step, the probe times that step, but only if the allocation promises more samples/s than all
-        layouts that ran.
+        step, the probe times just this step, and is returned only if the allocation promises more
+        samples/s than all layouts that ran.
         """
         if wanted is None:
             return None

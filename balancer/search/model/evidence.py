@@ -272,8 +272,9 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     duration of the whole step.
 
     A measured error is often too small by chance, because a probe ends once its interval is narrow
-    enough. It is therefore raised to the error that the median noise per step lets expect, but at
-    most by the factor `LUCKY`, because steps of few rows may be noisier than others.
+    enough. A smaller error is therefore raised to the error expected from the median noise per
+    step. It is raised at most by the factor `LUCKY`, because steps of few rows may be noisier than
+    others.
 
     `slower` is the factor by which throttling now prolongs the device's steps. If it is 1,
     measurements in which the device was throttled are used only if there are no others. If it is
@@ -420,7 +421,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
     The devices must have at least two batches in common, and their times must agree at each of
     them. The result is False if one device clearly took longer for a smaller batch than the other
-    for a larger one, or if a device is lost.
+    for a larger batch. It is also False if a device is lost.
     """
     if one.lost or other.lost:
         return False

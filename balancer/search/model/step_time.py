@@ -298,10 +298,10 @@ class Stairs(msgspec.Struct, frozen=True):
         `error` is the relative standard error of a typical point.
 
         The last batch of a level isn't known exactly, only a range that contains it. The curve has
-        to place the end of the level somewhere in that range, at a fraction x of it. A larger x
-        means more rows in the same time, but if the batch turns out to be beyond the level on one
-        device, that device delays all. For n = `among` devices that share a step, the expected gain
-        is proportional to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
+        to place the end of the level somewhere in that range, at a fraction x of it. With a larger
+        x, devices compute more rows in the same time. But if the batch turns out to be beyond the
+        level on one device, that device delays all. For n = `among` devices that share a step, the
+        expected gain is proportional to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
