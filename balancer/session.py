@@ -47,8 +47,8 @@ class Session(EventThread):
 
     The session closes the run when it ends. The last event is Finished; without a plan,
     NoLayoutError is raised instead. If the journal can't be written, the session ends with the
-    results that the journal holds, and UnwrittenError is raised, after Finished if there is a plan.
-    Raises RequestError or DeviceError if the session can't begin.
+    results that the journal holds. UnwrittenError is then raised, after Finished if there is a
+    plan. Raises RequestError or DeviceError if the session can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
