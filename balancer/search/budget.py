@@ -98,13 +98,12 @@ class Budget:
         """Return how long the next probe may measure, in seconds, without its start and warm-up.
 
         `reserved` seconds are kept for later probes. In exploration, a probe may take at most 1 /
-        `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. Even if that is
-        exceeded, the time is enough for two steps. A step takes `step_seconds`, by default an
-        estimate.
+        `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
+        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
 
-        If steps are very slow, the probe times only a single step, a "lone step". A probe does so
-        if it is given less time than one step takes, so half of a step's time is returned. A check
-        always has two steps, because it confirms the winner's samples/s.
+        There is one exception: if steps are very slow, the probe times only a single step, a "lone
+        step". A probe does so if it is given less time than one step takes, so half of a step's
+        time is returned. A check always has two steps, because it confirms the winner's samples/s.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))

@@ -342,8 +342,8 @@ class RowPolicy:
         """Return the even split over all live devices, if one fits.
 
         `splits` are the splits worth racing. If the user didn't fix the global batch, it is derived
-        from the first of them. With `scaling`, also return even splits over 2, 4, ... of the
-        fastest devices.
+        from the first of these splits. With `scaling`, also return even splits over 2, 4, ... of
+        the fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
