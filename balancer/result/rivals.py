@@ -122,10 +122,10 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    If the chosen layout won the race, they are compared by their turns of the race, and otherwise
-    by samples/s. If the plan is one device or a pack, the fastest split in `results` comes first,
-    even if it wasn't in the race. If no single device was in the race, the best one (`single`)
-    comes last.
+    If the chosen layout won the race, the layouts are compared by their turns of the race, and
+    otherwise by samples/s. If the plan is one device or a pack, the fastest split in `results`
+    comes first, even if it wasn't in the race. If no single device was in the race, the best one
+    (`single`) comes last.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -239,7 +239,7 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if the gain of the chosen layout over another layout can be given.
+    """True if the gain of the chosen layout over another layout can be stated.
 
     `own` and `own_shares` describe the chosen layout, and `other` and `shares` the other one; empty
     `shares` stand for the sum of all devices alone. The gain would be misleading in three cases:
