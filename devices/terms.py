@@ -129,9 +129,10 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Return the term for a device without a kind: an id, or a pick of the previous term's kind.
+    """Return the term for `body`, the text of a device without its kind.
 
-    `before` is the previous term, or None.
+    If the text is an id, its prefix shows the kind. Otherwise the term has the kind and host of the
+    previous term, `before`. Raises RequestError if `before` is None or picks no device.
     """
     if "-" in body:
         for backend in all_backends():

@@ -131,10 +131,10 @@ class TrainerComputations:
     def at_once(
         self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
     ) -> Computation:
-        """Return the computation of all rows in one pass, while the trainer sees `world` processes.
+        """Return the computation of all rows in one pass.
 
-        The loss function is told that there are `times` as many items as the rows really have. Its
-        result is multiplied by `weight`.
+        The trainer is told that `world` processes train. The loss function is told that there are
+        `times` as many items as the rows really have. Its result is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [

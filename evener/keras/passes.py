@@ -191,8 +191,9 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """Return how several devices' values of each state are combined, by the state's id.
 
     `found` has the kinds that were measured for some states. Other states are averaged by rows if
-    they are floating-point numbers; otherwise they are assumed to be the same on all devices. For
-    the state of a random generator, the last device's value is used.
+    they are floating-point numbers; otherwise they are assumed to be the same on all devices. The
+    state of a random generator gets the last device's value. In `draws_alike`, it is the same on
+    all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
