@@ -120,7 +120,7 @@ def _find_deepspeed_fault(engine: Any) -> str:
 def run_weighted(training: Any, backward: Any, arguments: Any, keywords: Any) -> Any:
     """Run torch.autograd.backward with the losses weighted by this rank's rows.
 
-    `backward` is the original function, and `arguments` and `keywords` are those of the call.
+    `backward` is the original function. `arguments` and `keywords` are the program's arguments.
     """
     bound = _signature(backward).bind(*arguments, **keywords)
     losses = _as_list(bound.arguments["tensors"])

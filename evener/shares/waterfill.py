@@ -434,10 +434,11 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return the interval in which each number of devices first reaches `rate` samples/s.
+    """Return, for each number of devices, the interval in which it first reaches `rate`.
 
-    Numbers of devices below `fewest` and numbers that never reach `rate` are left out. `costs` has
-    the seconds of gradient exchange for each number of devices.
+    `rate` is in samples/s, and the intervals are of finish times. Numbers of devices below
+    `fewest`, and numbers that never reach `rate`, are left out. `costs` has the seconds of gradient
+    exchange for each number of devices.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):

@@ -264,9 +264,9 @@ class Rebalancing:
     ) -> bool:
         """Decide on shares after a window that ended at step `end`; return True if they change.
 
-        `own_work_s` has each rank's compute time in the window. `seen` has what else was measured
-        in it, as keyword arguments of `Rebalancer.observe`, which makes the decision. A change
-        takes effect after the next `batches` batches.
+        `own_work_s` has each rank's compute time in the window. `seen` has everything else that was
+        measured in the window; it is passed to `Rebalancer.observe`, which makes the decision. A
+        change takes effect after the next `batches` batches.
         """
         before = self._training.ranks.batches
         if self._rule is None:

@@ -756,7 +756,7 @@ class TrainingAudits:
     def _publish(self, own: RankVerdict) -> None:
         """Write this rank's verdict to the store, for the other ranks to read.
 
-        The other ranks usually audit the same step, so that the verdicts can be compared.
+        The other ranks usually audit the same step, so all verdicts on that step can be compared.
         """
         training = self._training
         if not self._can_exchange:
@@ -1032,7 +1032,7 @@ def weigh_gradients(computations: Computations, scale: float) -> Computations:
 def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Computation:
-    """Return the computation of `batches`, each on a device of its own.
+    """Return the computation in which each of `batches` is computed on its own device.
 
     `sizes` has their numbers of rows. Each batch is computed in passes of up to `micro` rows; 0
     means a single pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.

@@ -173,10 +173,10 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of the gradients of the tensor `name`; None if both are 0.
+    """Return the difference between two gradients of the tensor `name`; None if both are 0.
 
-    `largest` is the norm of the largest gradient of the reference, and `noises`
-    is the result of `find_noises`.
+    `largest` is the norm of the largest gradient of the reference, and `noises` is the result of
+    `find_noises`.
     """
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)

@@ -254,9 +254,9 @@ class GradientSketcher:
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
     """True if the gradients of all these tensors fit into memory at once.
 
-    Twice their size is needed, because they are copied to be projected together. On a GPU, the
-    memory available is the peak usage minus the current usage, so that an audit doesn't raise the
-    peak.
+    Each gradient needs twice its size, because the gradients are copied to be projected together.
+    On a GPU, the memory available is the peak usage minus the current usage, so that an audit
+    doesn't raise the peak.
     """
     sizes: dict[torch.device, int] = {}
     for each in tensors:

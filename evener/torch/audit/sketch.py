@@ -86,10 +86,10 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several gradients are arranged in lines, one gradient after the other.
+    """How several gradients are arranged as lines of a matrix, one gradient after the other.
 
-    `rests` has the zeros that pad each gradient's last line, `signs` the signs of each line, and
-    `counts` the number of lines of each gradient.
+    A gradient's last line is padded with zeros: `rests` has the zeros for each gradient. `signs`
+    has the signs of each line, and `counts` the number of lines of each gradient.
     """
 
     rests: list[torch.Tensor]
@@ -283,7 +283,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Project a gradient, or save it until it is projected together with others.
+        """Compute the random sums of a gradient, or save it until several can be computed together.
 
         `name` is the name of the gradient's tensor.
         """

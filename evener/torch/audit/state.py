@@ -29,9 +29,9 @@ _EMPTY = ()  # restores a container that was empty
 class _Items(msgspec.Struct, frozen=True, eq=False):
     """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
-    `inner` has the items that can change in place, each with the data that restore it.
-    `empty` has the items that were empty containers. Restoring these is faster, and most
-    containers of a module are empty.
+    `inner` has the items that can change in place, each with the data that restore it. `empty` has
+    the items that were empty containers. They are kept apart because they are faster to restore,
+    and most containers of a module are empty.
     """
 
     keys: list[Any] | None

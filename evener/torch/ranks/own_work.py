@@ -700,8 +700,8 @@ class StepTimer:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
         `marked` is the batch, and `spent` has its times. Time for files and validation isn't
-        weighted, because it is measured in every batch. Idle time already counts for all batches
-        since it was last measured.
+        weighted, because it is measured in every batch. Idle time isn't weighted either, because
+        each of its measurements covers all batches since the previous one.
         """
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])

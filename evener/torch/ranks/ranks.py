@@ -475,7 +475,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
     """Return the UUIDs of the GPUs that any rank sees, for comparison with the plan's devices.
 
-    Return None if all devices in the plan are CPU slices, because nothing is to be compared then.
+    If all devices in the plan are CPU slices, there is nothing to compare, and None is returned.
     """
     if all(map(is_cpu, active)):
         return None

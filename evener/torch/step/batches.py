@@ -231,7 +231,7 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
     """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended.
 
-    That is so if `epoch` has itself just ended, or if its newest batch is still in use.
+    That is so if both are the same epoch, or if the newest batch of `epoch` is still in use.
     """
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 

@@ -222,8 +222,8 @@ class Bucket:
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
         """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
 
-        A flag is 1 if its parameter has a gradient. If this rank's weight is 0, `counts` is False
-        and all flags are 0.
+        A flag is 1 if its parameter has a gradient. If `counts` is False, because this rank's
+        weight is 0, all flags are 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
