@@ -453,9 +453,9 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or if its parts were padded like the whole batch.
+        """Warn if a loss couldn't be audited, or if its parts kept the padding of the whole batch.
 
-        In the second case, it is unknown whether other padding would change the loss.
+        With that padding, the audit can't show whether other padding would change the loss.
         """
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
@@ -545,7 +545,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of the models' weights and of which of them are trained.
+        """Return a digest of which weights the models have, and which of them are trained.
 
         If it changes, another audit is due.
         """
@@ -686,10 +686,10 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference is the gradient on one device or, if the program's own launcher is
-        the reference, the mean over devices with equal parts. The other gradient is
-        computed by shares: on two devices, or on one if the training run has only one,
-        and in passes if the plan has passes.
+        The reference is the gradient on one device. If the program's own launcher is the reference,
+        it is the mean over devices with equal parts instead. The other gradient is computed by
+        shares: on two devices, or on one if the training run has only one. It is computed in passes
+        if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -959,8 +959,8 @@ def make_launcher_computations(
 ) -> Computations:
     """Return the computations of a few rows under the program's own launcher and by shares.
 
-    Under the program's own launcher, the gradient is the mean over equal parts. The arguments are
-    those of `make_share_computations`.
+    Under the program's own launcher, the gradient is the mean over equal parts.
+    `make_share_computations` explains the arguments.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way

@@ -140,8 +140,8 @@ def _each(result: Any) -> Sequence[Any]:
 def _count_terms(name: str, arguments: Any, place: int) -> int:
     """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
 
-    `name` and `arguments` are those of the operation. `place` is the index of the result if the
-    operation has several results.
+    `name` is the operation's name, and `arguments` are its arguments. `place` is the index of the
+    result if the operation has several results.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])

@@ -646,7 +646,7 @@ def _replay_entries(
 ) -> None:
     """Repeat the calls with the replacements in `known`, and add their results to `known`.
 
-    The parameters are those of `replay`.
+    `replay` explains the parameters.
     """
     for entry in entries:
         if entry.draw is not None:
@@ -695,7 +695,7 @@ def _now(
     """Return the value that replaces an argument, `each`, of a recorded call.
 
     `changed` has the ids of the tensors that the call changes in place; they are cloned, so that
-    the originals stay unchanged. The other parameters are those of `replay`.
+    the originals stay unchanged. `replay` explains the other parameters.
     """
     if isinstance(each, RowNumber):
         return each.each * rows

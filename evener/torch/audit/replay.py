@@ -103,8 +103,8 @@ class _Interpretations:
     ) -> None:
         """Audit the record with one interpretation of its numbers, and save the result in `found`.
 
-        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. The other parameters
-        are those of `audit_record`.
+        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. `audit_record` explains
+        the other parameters.
         """
         try:
             found = audit(

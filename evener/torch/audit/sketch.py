@@ -51,7 +51,7 @@ class Signs:
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
         """Return the signs of the first `count` lines (which = 0) or columns (which = 1).
 
-        Their shape is (count, PROJECTIONS), and their device and dtype are those of `like`.
+        Their shape is (count, PROJECTIONS). They have the device and dtype of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype

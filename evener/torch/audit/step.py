@@ -236,7 +236,7 @@ def _report(sketcher: GradientSketcher, computations: Computations, reference: S
 def compare_losses(
     sketcher: GradientSketcher, computations: Computations
 ) -> tuple[GradientDifference, str] | None:
-    """Compare the loss of the reference with that of the training step, instead of their gradients.
+    """Compare the losses of the reference and of the training step, instead of their gradients.
 
     Return the difference and its likeliest cause, or None if there is no difference. Everything is
     computed only once, so the rounding error isn't measured: a fixed multiple of the dtype's
