@@ -19,7 +19,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
     is measured without other ranks: it fills gathered parameters with copies of its own shard, and
-    its gradients aren't summed with those of other ranks. `first` is the first rank that computes
+    its gradients aren't summed with other ranks' gradients. `first` is the first rank that computes
     rows; its buffers are copied to all ranks.
     """
 

@@ -43,7 +43,7 @@ class Sharded:
     """Gathers the units of a sharded model, and sums their gradients over the ranks by weight.
 
     `units` are the units of `model` by name, and `place` is this rank's ShardRank. `dtype` is the
-    dtype of the whole parameters, or None if it is that of the shards. `casts` is the dtype of an
+    dtype of the whole parameters; None means the dtype of the shards. `casts` is the dtype of an
     autocast around the model, or None. With `keeps`, the model isn't divided into units. Its
     parameters and gradients then stay whole through all passes of a batch, and gradients are
     reduced once, in the backward pass that isn't under no_sync.

@@ -14,8 +14,8 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 class MemoryGauge:
     """Measures the memory of passes, and predicts how many rows per pass will fit.
 
-    `world` is the number of ranks. `at_risk` is True if a pass that runs out of memory would stop
-    the training run, or if the lengths of rows vary. In that case more memory is left free.
+    `world` is the number of ranks. If `at_risk` is True, more memory is left free. It is True if a
+    pass that runs out of memory would stop the training run, or if rows have different lengths.
     """
 
     def __init__(self, device: torch.device, world: int) -> None:

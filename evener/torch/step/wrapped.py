@@ -337,7 +337,7 @@ def check_not_inside_ddp() -> None:
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
 
-    `weigh` is the same as in BatchWeights, and `world` is the number of ranks. `passes` has the
+    `weigh` is explained in BatchWeights, and `world` is the number of ranks. `passes` has the
     number of rows in each pass of a full batch, for all ranks. Raises RequestError if SyncBatchNorm
     would mix the ranks' gradients before they are weighted, or if the model has SyncBatchNorm and
     ranks run several passes.
