@@ -110,6 +110,6 @@ class Members:
     def buffers_at(self) -> int:
         """Return a number that changes whenever the model registers a buffer or a module.
 
-        Callers compare it to know if the result of `buffers` is still current.
+        If it has changed, an earlier result of `buffers` may be outdated.
         """
         return self._registered

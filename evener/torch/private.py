@@ -59,10 +59,10 @@ def leave_uncompiled(function: Any) -> None:
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return a flat list of the items in nested outputs, and a function that nests such lists.
+    """Return a flat list of the items in nested outputs, and a function that reverses this.
 
     Outputs may have transformers' classes. Objects that PyTorch can't flatten are items of the
-    list. The function returns an object with the same nesting as `outputs`.
+    list. The function takes such a list, and returns an object with the same nesting as `outputs`.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)

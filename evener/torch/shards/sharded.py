@@ -305,9 +305,9 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Prepare for a backward pass, because it has reached outputs of the model.
 
-        `batch` is the batch from which these outputs were computed. If the pass has reached other
-        outputs before, only record that it has also reached these. Raises RequestError if the
-        backward pass is run with create_graph=True.
+        `batch` is the batch from which these outputs were computed. If the preparation was already
+        done for other outputs of the same pass, only record that the pass has also reached these
+        outputs. Raises RequestError if the backward pass is run with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RequestError(

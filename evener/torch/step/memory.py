@@ -70,7 +70,7 @@ class MemoryGauge:
     def _measure_process(self, rows: int) -> float:
         """Record the process's peak memory, and return the bytes that the process could use.
 
-        These are the peak plus the process's part of the host's free memory, which is divided
+        The process could use its peak plus its part of the host's free memory, which is divided
         equally among the processes. `rows` is the number of rows in the largest pass.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -239,9 +239,9 @@ class Passes:
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
         """Yield one part for the caller to compute.
 
-        With `move`, its tensors are moved to the device first. Unless the part is the last one,
-        `models` don't all-reduce their gradients in it. If memory runs out, `part.error` is set;
-        the part isn't yielded if this happens during the move.
+        With `move`, its tensors are moved to the device first. In the last part, `models`
+        all-reduce their gradients; in earlier parts they don't. If memory runs out, `part.error` is
+        set. If it runs out during the move, the part isn't yielded.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -315,7 +315,7 @@ class Passes:
         """Finish a pass that didn't run out of memory.
 
         Record which models have gradients, to detect a zero_grad() between passes. Once all rows of
-        a failed pass are recomputed, discard what was needed to undo it. Raises RequestError if the
+        a planned pass are computed, discard what was needed to undo it. Raises RequestError if the
         caller didn't call `Part.backward` in the pass.
         """
         running.part.check_computed()

@@ -327,9 +327,9 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is the sum of the batch numbers that all ranks write, if they sum the same
-        batch. On a GPU, except for the first sum, the previous sum's tail is checked instead.
-        Raises RequestError if ranks have summed different batches, or if their weights differ.
+        `expected` is the sum of the batch numbers that all ranks write, if they sum the same batch.
+        On a GPU, the tail of the previous sum is checked instead, except in the first sum. Raises
+        RequestError if ranks have summed different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (

@@ -263,8 +263,8 @@ class Exchange:
     def arm(self, sync: bool, batch: Any) -> None:
         """Prepare for a backward pass that starts, or that reaches more outputs.
 
-        `sync` and `batch` are those that were passed to `watch` with the outputs. Raises
-        RequestError if another wrapped model in this backward pass has some of the same parameters.
+        `sync` and `batch` are the arguments of `watch` for these outputs. Raises RequestError if
+        another wrapped model in this backward pass has some of the same parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
