@@ -52,8 +52,8 @@ class MemoryPeaks:
     def most_rows(self, capacity_bytes: float, left: float) -> int:
         """Return the maximum rows per pass that leave the fraction `left` of the capacity free.
 
-        Return 0 before a peak is recorded. Otherwise the result is never below the largest recorded
-        pass, because that pass fit.
+        Return 0 before a peak is recorded. Otherwise return at least the rows of the largest
+        recorded pass, because that pass fit.
         """
         if not self._peaks:
             return 0
@@ -67,8 +67,8 @@ class MemoryPeaks:
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
         """Return the maximum rows of a pass while other memory of `beside_bytes` bytes is in use.
 
-        The fraction `left` of the capacity stays free. Return 0 if peaks were recorded for fewer
-        than two sizes of pass, because one size doesn't show how much memory a row needs.
+        The fraction `left` of the capacity stays free. Return 0 if fewer than two different pass
+        sizes were recorded: one size doesn't show how much memory a row needs.
         """
         if self.sizes < 2:
             return 0

@@ -183,9 +183,9 @@ def _student(freedom: float) -> float:
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
     """Return a sentence with the noise scale and with the efficiency of a batch of `batch` rows.
 
-    The efficiency is the worth of a sample in that batch, as a percentage of its worth in a very
-    small batch (see `efficiency`). `steps` is the number of steps in which the noise scale was
-    measured. The sentence has no period at its end.
+    The efficiency says how much the model learns from a sample in that batch, in percent of what it
+    learns from a sample in a very small batch (see `efficiency`). `steps` is the number of steps in
+    which the noise scale was measured. The sentence has no period at its end.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:

@@ -33,9 +33,10 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
     """Return the rows of each pass: as few passes as possible, of up to `most` rows each.
 
-    If `passes` isn't 0, the rows are divided into that many passes instead, because ranks that run
-    collectives in every pass must run the same number of passes. Some of these passes may have no
-    rows. A rank without rows has one pass, in which it only takes part in collectives.
+    If `passes` isn't 0, the rows are divided into that many passes instead. This is needed if each
+    pass has collectives, because all ranks must then run the same number of passes. Some of these
+    passes may have no rows. A rank without rows has one pass, in which it only takes part in
+    collectives.
     """
     if passes:
         return even(rows, passes)

@@ -438,8 +438,9 @@ class Rebalancer:
         """Return the minimum gain for a change of shares after `span` windows.
 
         The minimum rises with the variation from one window to the next (noise) and over many
-        windows (drift). A rank's variation counts in proportion to its compute time in a step,
-        which is its `seconds` times its factor. `rest_s` is the duration of the rest of a step.
+        windows (drift). The longer a rank computes in a step, the more its variation counts. Its
+        compute time is its item of `seconds` times its item of `factors`. `rest_s` is the duration
+        of the rest of a step.
         """
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]

@@ -374,8 +374,8 @@ def make_row_assigner(
     """Return an assigner that uses the costs of passes in a plan's shares.
 
     `batches` are the rows of each rank, in passes of up to `micros` rows. If the plan has no costs,
-    each rank is assumed to compute tokens at a speed proportional to its rows in a full batch. The
-    cost of a further pass is then unknown, so a rank computes as few passes as possible.
+    each rank's speed in tokens is assumed to be proportional to its rows in a full batch. The cost
+    of a further pass is then unknown, so a rank computes as few passes as possible.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
