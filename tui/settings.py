@@ -28,7 +28,7 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All persistent settings of the app.
 
-    The file contains only those that differ from these defaults.
+    The settings file contains only the settings that differ from these defaults.
     """
 
     theme: ThemeName = "dark"

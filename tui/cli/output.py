@@ -105,7 +105,7 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII characters in place of those that the stream's encoding lacks.
+    """Return similar ASCII characters for those that can't be written in the stream's encoding.
 
     This is an error handler for `codecs`, so it also returns the position at which to continue.
     """

@@ -69,8 +69,8 @@ def run_session(
     next steps. If `as_json`, a JSON document is printed instead; `more` returns data to add to it.
 
     The exit code is 0, or 128 plus the number of the signal that interrupted the session. If the
-    journal can't be written, the exit code is that of this error, but the measurements so far are
-    still saved to the plan and shown. Signals are caught until everything is written, so that no
+    journal can't be written, it is the exit code of that error. Even then, the measurements so far
+    are saved to the plan and shown. Signals are caught until everything is written, so that no
     signal leaves an incomplete file.
     """
     progress = _Progress()

@@ -141,9 +141,9 @@ class Model(NamedTuple):
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
     """Return the entries for the list of models.
 
-    They are the model of the last search (`last`), the functions that were found in this
-    directory's files (`found`), "another file", and evener's built-in models. `now` is
-    the Unix time.
+    The first entry is the model of the last search (`last`), if there is one. Then come the
+    functions that were found in this directory's files (`found`), "another file", and evener's
+    built-in models. `now` is the Unix time.
     """
     models: list[Model] = []
     if last is not None:

@@ -141,7 +141,7 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the framework of a workload whose framework the user hasn't specified.
+    """Return the framework of a workload if the user hasn't chosen a framework.
 
     It is the framework of a built-in workload, or the one that a user's file imports. If neither is
     known, it is the installed framework; tensorflow comes before torch.

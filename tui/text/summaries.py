@@ -1,7 +1,7 @@
 """Formats a search, its plan and the journal of a training as text.
 
-It writes measurements as lines, and tables of the devices' shares and of the plan's rivals, which
-are the layouts that the plan is compared with.
+Measurements are written as lines. The devices' shares are a table, and so are the plan's rivals:
+the layouts that the plan is compared with.
 """
 
 from __future__ import annotations
@@ -468,8 +468,9 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
     """Return text such as " = 1024 samples a step" if a rival's batch isn't the plan's; else "".
 
-    `own` is the plan. The text is also "" for a rival on one device, whose share is its whole
-    batch, and for a larger batch, whose name contains its size.
+    `own` is the plan. In two cases, the text is "" because it would repeat what the line says: for
+    a rival on one device, whose share is its whole batch, and for a larger batch, whose name
+    contains its size.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
@@ -541,8 +542,9 @@ WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
 def training_report(training: RecordedTraining) -> Iterator[str]:
     """Yield the lines that describe a recorded training in the terminal.
 
-    They are a summary, then each start, each change of shares, and each speed that differs from the
-    last printed speed by more than `WORTH_SAYING`.
+    A summary comes first. It is followed by a line for each start, each change of shares, each pass
+    that ran out of memory, and the end. A measured speed has a line if it differs from the last
+    printed speed by more than `WORTH_SAYING`, or if it is the last one before another entry.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))

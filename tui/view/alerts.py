@@ -44,8 +44,8 @@ class Alert(NamedTuple):
 class AlertRules(NamedTuple):
     """The thresholds of alerts, in percent.
 
-    A device is reported if it is throttled for at least `throttled_percent` of the time, and a
-    training if it reaches less than `plan_percent` of its plan's samples/s.
+    A device is reported if it is throttled for at least `throttled_percent` of the time. A training
+    is reported if it reaches less than `plan_percent` of its plan's samples/s.
     """
 
     throttled_percent: float = 20.0
@@ -78,7 +78,7 @@ class AlertWatch:
 
     @property
     def reported(self) -> frozenset[str]:
-        """The devices and trainings whose problem was reported and still lasts.
+        """The devices and trainings with a problem that was reported and still lasts.
 
         They are given as in `Alert.about`.
         """

@@ -152,7 +152,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the first split being measured whose shares or passes aren't those of `chosen`.
+    """Return the first split being measured that has other shares or passes than `chosen`.
 
     Return None if there is no such split.
     """

@@ -1,7 +1,7 @@
 """Graphs over time of one training.
 
-They are the samples/s of all its devices together, with the plan's samples/s marked, the samples/s
-of each device, the power, and the noise scale of the gradient.
+One graph has the samples/s of all its devices together, with the plan's samples/s marked. The
+others have the samples/s of each device, the power, and the noise scale of the gradient.
 """
 
 from __future__ import annotations
