@@ -103,10 +103,10 @@ class Workload(ABC):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare global batches whose rows are assigned to ranks by their lengths and costs.
+        """Prepare global batches in which rows are assigned to ranks by their lengths and costs.
 
-        `shares` are the ranks' mean rows, `costs` predict the duration of a pass on each rank, and
-        `tokens` are the maximum padded tokens per pass on each rank.
+        `shares` are the ranks' mean rows. `costs` predict the duration of a pass on each rank.
+        `tokens` are the maximum tokens per pass on each rank, padding included.
 
         This method and `prepare_length` are called only for a workload with rows of unequal length.
         In such a workload, `facts` must contain `lengths`, a uniform sample of the rows' lengths.

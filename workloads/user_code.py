@@ -193,11 +193,11 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
     """Import the user's module and return its function, without calling the function.
 
-    `name` is the module and the function, separated by a colon. If the function requires an
-    argument `model` that the settings don't have, and the module defines `load_model`, then
-    `load_model` is called to make that argument. It is called with those settings that it has
-    parameters for. Raises RequestError if the function is missing or doesn't accept the settings.
-    Exceptions from the user's code propagate.
+    `name` is the module and the function, separated by a colon. The function may require an
+    argument `model` that the settings don't have. If the module defines `load_model`, that function
+    is then called to make the argument, with those settings that it has parameters for. Raises
+    RequestError if the function is missing or doesn't accept the settings. Exceptions from the
+    user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)

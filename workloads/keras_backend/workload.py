@@ -246,8 +246,8 @@ class KerasWorkload(Workload):
         """Release the memory of a step that ran out of memory; return True if training can go on.
 
         The variables of model and optimizer exist before the first step, so no step leaves them
-        incomplete. Return False if the other ranks of a group wait for this one, or if clearly more
-        memory stays allocated than before the first step.
+        incomplete. Return False if the other ranks of a group wait for this one. Also return False
+        if clearly more memory stays allocated than before the first step.
         """
         if self.setup.world > 1:
             return False

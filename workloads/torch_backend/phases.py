@@ -18,7 +18,7 @@ class PhaseClock:
     """Measures the total duration of each phase of the steps, in seconds.
 
     `clock` is the clock of the workload's device. On a GPU, a phase begins only when the GPU has
-    finished all work that was enqueued earlier, so that this work isn't counted.
+    finished the kernels that were enqueued earlier, so that these aren't counted.
     """
 
     def __init__(self, clock: Any) -> None:
