@@ -108,10 +108,10 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """The contents of a chart. `cursor` is the x whose points are described below the chart.
+    """The contents of a chart.
 
-    Without a cursor (None), nothing is described. `draw_x` and `draw_y` format the labels
-    of the axes.
+    `cursor` is a value of x; the points there are described below the chart. Without a cursor
+    (None), nothing is described. `draw_x` and `draw_y` format the labels of the axes.
     """
 
     series: tuple[Series, ...] = ()

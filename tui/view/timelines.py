@@ -103,9 +103,9 @@ def place_graphs(
 ) -> GraphPlan | None:
     """Return the arrangement of graphs of these devices for `width` × `height` cells.
 
-    `past` has the stored readings, which determine the metrics. If not all devices fit, only the
-    devices around the one with the key `chosen` have graphs. Return None if there is no room, or if
-    no metric has been reported yet.
+    Only metrics that are in the stored readings (`past`), or are reported now, have graphs. If not
+    all devices fit, there are graphs only for the device with the key `chosen` and the devices
+    around it. Return None if there is no room, or if no metric has been reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # without the heading and the time axis
@@ -181,7 +181,7 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
     """Return the upper end of each metric's axis, if all devices share one scale.
 
-    It is the highest of the upper ends that the devices would have on their own.
+    It is the highest of the upper ends that the axes of the single devices would have.
     """
     tops: dict[str, float] = {}
     for sample in plan.devices:
@@ -256,7 +256,8 @@ def _graph(
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
     """Return the tone of a row of a graph; `row` counts from the top, and higher rows are brighter.
 
-    In a graph of temperatures, a row in the range of warnings has the tone of its temperature.
+    A graph of temperatures is different: a row whose temperature calls for a warning has the tone
+    of that warning.
     """
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -276,8 +277,8 @@ def _gutter(
 ) -> list[tuple[Span, ...]]:
     """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
 
-    The value is the newest one. If the cursor is in a cell (`column` isn't None), it is the value
-    in that cell instead. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
+    Without a cursor (`column` is None), the value is the newest one. Otherwise it is the value in
+    the cell `column`. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:

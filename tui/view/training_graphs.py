@@ -229,14 +229,14 @@ def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Spa
 
 
 def _caption(one: Graph, width: int) -> tuple[Span, ...]:
-    """Return the caption and the newest value; at the right end is the text of the level."""
+    """Return the caption with the newest value, and at the right end the text about the level."""
     head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
     words = Span(f"{Mark.TRACK} {one.level_text}" if one.level_text else "", "warn")
     return spread(head, (words,), width).spans if one.level_text else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw the line of a graph in which the level is marked: empty cells become dashes."""
+    """Return a line of a graph with the level marked: its empty cells become dashes."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
