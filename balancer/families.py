@@ -32,7 +32,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class PlacementOptions(Protocol):
-    """The options of a search that families use."""
+    """The search options that the layout families read."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -536,7 +536,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Return why a step takes longer than all devices would need at the sum of their speeds."""
+    """Return why a step takes longer than it would if the devices' speeds simply added up."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)

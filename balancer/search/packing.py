@@ -77,7 +77,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """All observations of packs, sorted by number of trainings and then by falling batch."""
+        """All observations of packs, by number of trainings, then by batch, largest first."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout

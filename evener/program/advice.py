@@ -66,7 +66,7 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
-    """Return where to insert the lines, and how to rewrite uses of the models' own methods.
+    """Return where to insert evener's lines, and how to rewrite uses of the models' own methods.
 
     `loader` and `models` are the script's names for its loader and its models. The frame is None if
     it isn't known. Without a frame, or if its file can't be parsed, the place is described without

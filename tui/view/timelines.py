@@ -88,7 +88,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell at column `x` of the panel, counted from the left of the graph there.
+        """Convert column `x` of the panel to a cell of the graph there, counted from its left edge.
 
         Return None outside the graphs.
         """
