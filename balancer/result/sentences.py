@@ -692,7 +692,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield by how much each tried knob, such as XLA, makes the training faster or slower.
+    """Yield a sentence for each tried knob, such as XLA, with its gain or loss in speed.
 
     The chosen layout may or may not use the knob.
     """

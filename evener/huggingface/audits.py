@@ -133,8 +133,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass.
 
-        The trainer is told that `world` processes train. The loss function is told that there are
-        `times` as many items as the rows really have. Its result is multiplied by `weight`.
+        To the trainer, `world` processes seem to train. The loss function gets the rows' number of
+        items multiplied by `times`, and its result is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [

@@ -523,7 +523,7 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device became slower or faster, by how much and since when.
+        """Return a message that names the device whose speed changed, with the change and its step.
 
         `factors` are the ranks' compute times in the last `span` windows, divided by the times that
         their curves predict.

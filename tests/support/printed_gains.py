@@ -42,7 +42,7 @@ MORE = re.compile(rf"(?P<rate>{NUMBER}) samples/s, (?P<more>[\d.]+) % more")
 WITHIN = re.compile(r"\(--tolerance (?P<part>[\d.]+) %\)")
 UNKNOWN = 25.0  # percent: throughputs with a larger error aren't compared
 ROUGH = 2.0  # percent: smaller errors aren't printed
-ROUNDED = 0.11  # by how much two numbers with one decimal may appear to differ
+ROUNDED = 0.11  # the largest apparent difference of two equal numbers, each rounded to one decimal
 EVEN = ("even", "even by number of rows")
 
 

@@ -205,7 +205,7 @@ def a_sum_over_rows_that_len_divides_twice() -> Any:
 
 @name
 def a_number_of_rows_that_equals_the_ranks() -> Any:
-    """Two rows on each of two ranks: their number can't be told from that of the ranks."""
+    """Train on two rows on each of two ranks, so a 2 may be the rows' number or the ranks'."""
     model, optimizer = start()
     center = torch.zeros(3)
     for x, _, _ in epochs(load(batch_size=2)):

@@ -20,7 +20,7 @@ from tests.support.search_trials import Ask, Case, StartingProber, Trial
 
 MORE_BUDGET, MORE_TOLERANCE, USELESS = 2.0, 0.05, 60.0
 LONGEST_STEP = 0.1  # of the budget: a device whose smallest step takes longer isn't added
-NOISE = 0.03  # by how much a pair may differ
+NOISE = 0.03  # the largest relative difference of a pair that counts as equal
 OTHER_NOISE = 1_000_003  # added to the seed for a control's noise
 
 

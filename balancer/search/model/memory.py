@@ -97,7 +97,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return by how much the last slope exceeds the slope before it, in bytes per sample.
+        """Return the increase from the second-last slope to the last, in bytes per sample.
 
         Return 0 if the slope doesn't increase.
         """
