@@ -475,16 +475,38 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 
     The data must be dense arrays that are trained on in whole epochs, with one step per execution.
     """
-    given = [tf.nest.flatten(chosen[key]) for key in ("x", "y", "sample_weight")]
-    leaves = [leaf for every in given for leaf in every if leaf is not None]
-    arrays = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
-    if not arrays or any(leaf.dtype == object for leaf in leaves):
-        return False
-    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
-    if weighted and tf.nest.is_nested(chosen["y"]):
-        return False
-    whole_epochs = not chosen["validation_split"] and chosen["steps_per_epoch"] is None
-    return whole_epochs and isinstance(chosen["shuffle"], bool) and model.steps_per_execution == 1
+    return (
+        _are_dense_arrays(chosen)
+        and not _weighs_nested_targets(chosen)
+        and _trains_whole_epochs(chosen)
+        and isinstance(chosen["shuffle"], bool)
+        and model.steps_per_execution == 1
+    )
+
+
+def _are_dense_arrays(chosen: dict[str, Any]) -> bool:
+    """True if inputs, targets and sample weights are arrays of numbers or tensors, or are absent.
+
+    Ragged and sparse tensors, datasets, generators and arrays of Python objects aren't dense.
+    """
+    given = tf.nest.flatten([chosen["x"], chosen["y"], chosen["sample_weight"]])
+    leaves = [leaf for leaf in given if leaf is not None]
+    return all(_is_dense_array(leaf) for leaf in leaves)
+
+
+def _is_dense_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object
+
+
+def _weighs_nested_targets(chosen: dict[str, Any]) -> bool:
+    """True if a model with several targets is trained with weights for samples or classes."""
+    is_weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
+    return is_weighted and tf.nest.is_nested(chosen["y"])
+
+
+def _trains_whole_epochs(chosen: dict[str, Any]) -> bool:
+    """True if each epoch trains on all rows: none are held out, and steps aren't counted."""
+    return not chosen["validation_split"] and chosen["steps_per_epoch"] is None
 
 
 def split_for_validation(chosen: dict[str, Any]) -> None:
