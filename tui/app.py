@@ -201,7 +201,7 @@ class EvenerApp(BaseApp):
             self.switch_mode(name)
 
     def action_welcome(self) -> None:
-        """Open the welcome dialog, as at the first start."""
+        """Open the welcome dialog."""
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):

@@ -191,9 +191,8 @@ class Sampled(Message):
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """Return a session for this request on this machine.
 
-    If `request.compare` is set, the session compares layouts of the families that it names, such as
-    splits or single devices. To resume a run, also pass keyword arguments of `open_run`
-    (`resumed`), such as `resume`, the id of the run.
+    The session compares several layouts if `request.compare` is set. `resumed` are keyword
+    arguments of `open_run`, such as `resume`, the id of a run to resume.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -326,9 +325,8 @@ class BaseApp(App[int]):
     ) -> None:
         """Start a search on these devices, or resume a run that has the measurements `kept`.
 
-        To resume a run, also pass keyword arguments of `open_run` (`resumed`), such as `resume`,
-        the id of the run. If a search is running already, nothing happens. A read-only app shows a
-        warning instead.
+        `resumed` are keyword arguments of `open_run`, such as `resume`, the id of the run. Nothing
+        happens if a search is running already. A read-only app shows a warning instead.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -440,9 +438,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the sampler how fast each device trains in the running probes, for the monitor.
+        """Tell the sampler each device's samples/s and rows per pass in the running probes.
 
-        The sampler gets each device's samples/s (None until they are known) and its rows per pass.
+        The samples/s are None until they are known.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
@@ -490,10 +488,7 @@ class BaseApp(App[int]):
 
     @contextmanager
     def showing_errors(self) -> Iterator[None]:
-        """Return a context in which an EvenerError is shown as a message.
-
-        The rest of the block is then skipped.
-        """
+        """Return a context manager that shows an EvenerError as a message and ends its block."""
         try:
             yield
         except EvenerError as fault:

@@ -63,7 +63,7 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """When the search has ended, show its replay; when the replay has ended, show the training.
+        """Show the replay after the search, and the training after the replay.
 
         Before each of them, there is a pause in which the user can read.
         """

@@ -140,11 +140,11 @@ def _begins(query: str, words: str) -> bool:
 
 
 class KeyDiscovery(DiscoveryHit):
-    """An entry for a key of the screen, listed before the commands of all screens."""
+    """An entry for a key of the screen, listed above the commands of all screens."""
 
     @property
     def score(self) -> float:
-        """The sort score; it is higher than that of Textual's own entries, which is 0."""
+        """The sort score: above 0, the score of Textual's own entries."""
         return 1.0
 
 

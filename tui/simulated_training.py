@@ -86,9 +86,9 @@ class TrainingSource(SimulatedSource):
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
         """Advance the training to the time `now`, and return the reports of its ranks.
 
-        `slowed` is the fraction of its speed that the overheated first card has lost. New shares
-        take effect at the next reading.
+        `slowed` is the fraction of its speed that the first card has lost to heat.
         """
+        # New shares take effect at the next reading.
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
         own = [

@@ -66,12 +66,13 @@ def run_app(
 ) -> int:
     """Run the app on this terminal and return the exit code.
 
-    `theme` None means the theme of the user's settings. `serving` is a function that returns the
-    context in which the app runs, such as a metrics server; its argument is a callable that returns
-    the latest snapshot. `options` are passed to the app.
+    - `theme`: None is the theme of the user's settings.
+    - `serving`: returns the context in which the app runs, such as a metrics server. Its argument
+      is a callable that returns the latest snapshot.
+    - `options`: passed to the app.
 
-    Raises RequestError or DeviceError if the devices or the address are invalid, or if the app
-    isn't installed. The terminal is unchanged in that case.
+    Raises RequestError or DeviceError, with the terminal unchanged, if the app isn't installed or
+    the devices or the address are invalid.
     """
     prepare_app()
     path = settings_path()
@@ -154,10 +155,8 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Redirect the standard streams to /dev/null, because the terminal has disappeared.
-
-    Otherwise Python would fail to flush them at exit, and would exit with 120.
-    """
+    """Redirect the standard streams to /dev/null, because the terminal has disappeared."""
+    # Otherwise Python would fail to flush them at exit, and would exit with 120.
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(
@@ -167,22 +166,17 @@ def _discard_output() -> None:
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """Stop the app's threads, and Textual's input thread.
-
-    Textual has stopped its input thread already. But a hang-up is followed by SIGCONT, on which
-    Textual starts another input thread.
-    """
+    """Stop the app's threads, and Textual's input thread."""
+    # Textual has stopped its input thread already. But a hang-up is followed by SIGCONT, on which
+    # Textual starts another input thread.
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
 
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Return a context in which `sys.__stderr__` is the terminal of standard output.
-
-    Textual draws on `sys.__stderr__`, which may be redirected to a file. If it is a terminal,
-    nothing is changed.
-    """
+    """Return a context in which `sys.__stderr__` is the terminal of standard output."""
+    # Textual draws on `sys.__stderr__`, which may be redirected to a file.
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield

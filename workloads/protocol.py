@@ -137,7 +137,7 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the rows' tokens, passes and padded tokens, summed over all steps of this process.
+        """Return the tokens, passes and padded tokens of all steps of this process.
 
         Return None if all rows have the same length.
         """
@@ -198,8 +198,8 @@ class Workload(ABC):
     def read_shortage(self) -> str:
         """Return the out-of-memory error of a step that was then completed in smaller passes.
 
-        A rank of a group completes such a step because the other ranks wait for it. The result is
-        empty if no such step has occurred since `prepare`.
+        Return "" if there was no such step since `prepare`. Only a rank of a group completes such a
+        step, because the other ranks wait for it.
         """
         return ""
 
@@ -260,11 +260,10 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return by how many bytes the process's peak memory exceeds its memory before the model.
+        """Return the bytes by which the peak since `reset` exceeds the memory before the model.
 
-        The peak is measured from `reset` on. With one device, the result has a single item. Several
-        devices share the process's memory, so the result then has None for each of them. It also
-        has None if the kernel doesn't report the peak.
+        The result has None for each of several devices, because they share the process's memory. It
+        also has None if the kernel doesn't report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

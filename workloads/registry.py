@@ -163,10 +163,9 @@ def default_name(framework: str, on_cpu: bool) -> str:
 def find(name: str, framework: str = "") -> Entry:
     """Return the entry of the workload `name`.
 
-    Raises RequestError for an unknown name; its message lists known names, the closest matches
-    first. The user's own code is not run, because it may import a framework, and commands never
-    import frameworks in their own process. If the name refers to an attribute of a Python file,
-    such as train.py:build, that file is parsed, but not imported.
+    A Python file, as in train.py:build, is parsed, but not imported, because commands never import
+    frameworks in their own process. Raises RequestError for an unknown name; its message lists
+    known names, the closest matches first.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -224,8 +223,8 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
     """Return the modules to import before a workload's child processes are forked.
 
     Each item is "module" or "module:attribute": first the backend's module, then the libraries that
-    a script imports. The result is empty if they are unknown. The user's own modules aren't among
-    them, because they may start CUDA; each child imports them itself.
+    a script imports. The result is empty if they are unknown. Each child imports the user's own
+    modules itself, because they may start CUDA.
     """
     from . import user_code
 

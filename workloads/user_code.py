@@ -109,9 +109,8 @@ def names_a_file(home: str) -> bool:
 def guess_framework(name: str) -> str:
     """Return the framework that the file of a workload `file.py:attribute` imports.
 
-    If the file imports no framework or several, or if the name has a module instead of a file,
-    return "tensorflow". Raises RequestError if the file can't be read, and UserCodeError if it
-    can't be parsed.
+    Return "tensorflow" for a module instead of a file, or a file that imports no framework or
+    several. Raises RequestError if the file can't be read, and UserCodeError if it can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
@@ -165,8 +164,8 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 class UserFunction(NamedTuple):
     """The user's function in its module, and the arguments to call it with.
 
-    `takes_model` is True if `load_model`, another function of the module, makes one of the
-    arguments: the model.
+    `takes_model` is True if the function has an argument `model`, which the module's `load_model`
+    makes.
     """
 
     module: ModuleType
@@ -193,11 +192,10 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 def find_function(name: str, settings: Mapping[str, Any]) -> UserFunction:
     """Import the user's module and return its function, without calling the function.
 
-    `name` is the module and the function, separated by a colon. The function may require an
-    argument `model` that the settings don't have. If the module defines `load_model`, that function
-    is then called to make the argument, with those settings that it has parameters for. Raises
-    RequestError if the function is missing or doesn't accept the settings. Exceptions from the
-    user's code propagate.
+    `name` is the module and the function, separated by a colon. If the function requires an
+    argument `model` that isn't in `settings`, the module's `load_model` is called to make it.
+    Raises RequestError if the function is missing or doesn't accept the settings. Exceptions from
+    the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -240,12 +238,13 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return the last line of user code in an error's traceback, such as "file.py:12".
+    """Return the last line of user code in an error's traceback, such as "file.py:12"; else "".
 
     User code is all code outside evener, Python itself and installed packages. The module of the
-    workload `name` always counts as user code. An error from a TensorFlow graph has its lines only
-    in its message, so the message is searched too. The result is empty if no line is found.
+    workload `name` always counts as user code.
     """
+    # An error from a TensorFlow graph has its lines only in its message, so the message is searched
+    # too.
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
     module = sys.modules.get(name.rpartition(":")[0])
@@ -377,8 +376,7 @@ def _list_models(path: Path) -> list[str]:
 def _callable_as_they_are(functions: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
     """Return the functions that can be called without arguments from the user.
 
-    These are functions without required arguments. If `load_model` is among the functions, those
-    that require only `model` count too.
+    If `load_model` is among the functions, those that require only `model` count too.
     """
     found = [*functions]
     given = {MODEL} if any(node.name == LOADS_MODEL for node in found) else set()

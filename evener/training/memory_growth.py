@@ -33,9 +33,9 @@ class MemoryPeaks:
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
         """Record the peak of a step whose passes had up to `rows` rows.
 
-        `held_bytes` is the memory in use between steps; the smallest value is stored. A device
-        reports only its highest peak so far. If an earlier call had more rows, that peak belongs to
-        the earlier step, so it isn't stored for these rows.
+        `held_bytes` is the memory in use between steps; the smallest value is stored. The peak is
+        ignored if an earlier step had larger passes, because a device reports only its highest peak
+        so far.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -65,11 +65,12 @@ class MemoryPeaks:
         return largest + int(room_bytes / per_row)
 
     def most_rows_beside(self, capacity_bytes: float, left: float, beside_bytes: float) -> int:
-        """Return the maximum rows of a pass while other memory of `beside_bytes` bytes is in use.
+        """Return the maximum rows of a pass while something else uses `beside_bytes` bytes.
 
         The fraction `left` of the capacity stays free. Return 0 if fewer than two different pass
-        sizes were recorded: one size doesn't show how much memory a row needs.
+        sizes were recorded.
         """
+        # One size doesn't show how much memory a row needs.
         if self.sizes < 2:
             return 0
         largest = max(self._peaks)

@@ -54,13 +54,16 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
 
 def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Return the noise and the signal of one step, from the gradients of its parts.
+    """Return the noise and the signal of one step, estimated from the gradients of its parts.
 
-    A part is what a rank or a pass computes. `sizes` are the rows of each part. `weighted` is the
-    sum of n_i |g_i|^2 over the parts, where n_i are the rows and g_i is the mean gradient of part
-    i. `whole` is |g|^2, where g is the mean gradient of the batch. By analysis of variance, the sum
-    of n_i |g_i - g|^2 over the K parts with rows, divided by K - 1, has the expected value tr(S).
-    This depends neither on the sizes nor on G. Raises ValueError if fewer than two parts have rows.
+    A part is what one rank or one pass computes.
+
+    - `sizes`: the rows n_i of each part.
+    - `weighted`: the sum of n_i |g_i|^2, where g_i is the mean gradient of part i.
+    - `whole`: |g|^2, where g is the mean gradient of the batch.
+
+    By analysis of variance, the sum of n_i |g_i - g|^2 over K parts, divided by K - 1, has the
+    expected value tr(S). Raises ValueError if fewer than two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)
@@ -71,18 +74,18 @@ def separate_noise(sizes: Sequence[int], weighted: float, whole: float) -> Sampl
 
 
 def efficiency(batch: int, noise_scale: float) -> float:
-    """Return how much a row contributes to learning in a batch of `batch` rows, from 0 to 1.
+    """Return how much each row of a batch contributes to learning, from 0 to 1.
 
-    A row contributes 1 in a very small batch, far below the noise scale.
+    It is 1 in a very small batch, far below the noise scale.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return by what factor another batch size changes the rows needed for a certain loss.
+    """Return the factor by which the rows needed to reach a loss change with the batch size.
 
-    `batch` is the number of rows of a step before the change, and `other` the number after it. With
-    a smaller batch, fewer rows are needed, so the factor is below 1.
+    The batch size changes from `batch` to `other` rows. A smaller batch needs fewer rows, so the
+    factor is then below 1.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -141,11 +144,11 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the ends of the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
+    """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    A ratio r is in the interval if mean(noise) - r * mean(signal) isn't significantly different
-    from 0. If the signal isn't significantly above 0, the upper end is ENDLESS.
+    The upper end is ENDLESS if the signal isn't significantly above 0.
     """
+    # The interval has every ratio r for which mean(noise) - r * mean(signal) may be 0.
     a = _mean(weights, noise)
     b = _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]
@@ -181,11 +184,10 @@ def _student(freedom: float) -> float:
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return a sentence with the noise scale and with the efficiency of a batch of `batch` rows.
+    """Return a sentence about the noise scale and the efficiency of a batch of `batch` rows.
 
-    The efficiency says how much the model learns from a sample in that batch, in percent of what it
-    learns from a sample in a very small batch (see `efficiency`). `steps` is the number of steps in
-    which the noise scale was measured. The sentence has no period at its end.
+    `steps` is the number of steps in which the noise scale was measured. The sentence doesn't end
+    with a period.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:
@@ -199,10 +201,9 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(found: NoiseScale) -> str:
-    """Return a noise scale as text, such as "3,900 rows".
+    """Return a noise scale as text, such as "3,900 rows" or "at least 2,700 rows".
 
-    It is a lower bound, such as "at least 2,700 rows", if the batch was
-    too small to measure the scale.
+    "At least" means that the batch was too small for an upper bound.
     """
     return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 

@@ -44,9 +44,9 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes for `rows` rows, at least 1, if up to `most` rows fit in memory.
+    """Return the number of passes (at least 1) for `rows` rows, of which `most` fit in memory.
 
-    Passes have at least `least` rows each, even if they are then larger than `most`.
+    Each pass has at least `least` rows, even if that is more than `most`.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 
@@ -124,9 +124,8 @@ class PassLimit:
         """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         `others_bytes` returns the bytes of device memory that other processes hold, or 0 if that is
-        unknown. If other processes held 1 GiB or more when memory ran out, they may have been the
-        cause. In that case, every tenth step reads again how much they hold. The limit is removed
-        once they hold less than half of what they held when memory ran out.
+        unknown. If it was 1 GiB or more when memory ran out, it is read again in every tenth step.
+        The limit is removed once it is less than half as much.
         """
         self.step += 1
         self._clean_steps += 1
@@ -148,15 +147,14 @@ class PassLimit:
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Record that a pass succeeded, so that the count of consecutive failures restarts at 0."""
+        """Reset the count of consecutive failures, because a pass succeeded."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count consecutive failures of passes that can't be halved; raise DeviceError after 20.
+        """Count a failed pass that is too small to be halved; raise DeviceError after 20 in a row.
 
-        A pass of `rows` rows has run out of memory. It counts only if its halves would have fewer
-        than `least` rows, because other passes are halved and retried. `held` says what used the
-        memory, for the error message.
+        The pass has `rows` rows. It is too small if its halves would have fewer than `least` rows.
+        `held` says what used the memory, for the error message.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -248,11 +246,11 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the pass that `take` returned last back at the front of the queue, because it failed.
+        """Put the failed pass that `take` returned last back at the front of the queue.
 
-        If `is_whole`, `complete` returns False until all rows of this pass are recomputed.
-        `is_whole` must be False if this pass is itself a piece of an earlier failed pass. In that
-        case, `complete` returns False until all rows of that earlier pass are recomputed.
+        `is_whole` is False if this pass is a piece of a pass that failed earlier. `complete` then
+        returns False until all rows of that earlier pass are computed. Otherwise, it does so until
+        all rows of this pass are computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -217,18 +217,20 @@ class Rebalancer:
     ) -> Change | None:
         """Observe a window that ended at `step`; return new shares if a change is worthwhile.
 
-        - `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
-        - `limits` are each rank's maximum rows per pass since memory ran out (0: it never did).
-        - `fits` are the rows that each rank's memory is predicted to fit at once (0: not measured).
-        - `passes_fit` are the predicted rows of each pass that fit if a share is computed in
-          several passes (0: shares can't be divided further).
-        - `step_s` is the median duration of a whole step; gains are relative to it (0: the compute
+        - `own_work_s`: the median compute time (own work) of each rank.
+        - `rows`: the rows of each rank in this window.
+        - `limits`: each rank's maximum rows per pass since memory ran out (0: it never did).
+        - `fits`: the rows that are predicted to fit in each rank's memory at once (0: not
+          measured).
+        - `passes_fit`: the predicted maximum rows of a pass if a share has several passes (0:
+          shares can't be divided further).
+        - `step_s`: the median duration of a whole step, to which gains are relative (0: the compute
           time is the whole step).
-        - `fewest` is the minimum number of windows for a change. It is 0 if compute time doesn't
-          limit the steps; the window is then ignored.
+        - `fewest`: the minimum number of windows for a change; 0 if compute time doesn't limit the
+          steps.
 
-        A window is also ignored if its rows aren't the current shares. New shares apply to the
-        following windows.
+        A window is ignored if `fewest` is 0 or its rows aren't the current shares. New shares apply
+        to the following windows.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -254,9 +256,9 @@ class Rebalancer:
     def _recompute_factors(self) -> None:
         """Recompute the factors of all stored windows, because the curves have changed.
 
-        A factor is a rank's compute time divided by the time that its curve predicts. The newest
-        compute times are left out, because they belong to a window that is stored only later.
+        A factor is a rank's compute time divided by the time that its curve predicts.
         """
+        # The newest compute times belong to a window that is stored only later.
         past = list(self._own)[:-1]
         windows = [
             window._replace(factors=self._find_factors(own_work_s))
@@ -268,8 +270,8 @@ class Rebalancer:
     def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
 
-        `observe` describes the parameters. If the number of passes of the current shares changes,
-        past windows are dropped because they aren't comparable.
+        `observe` describes the parameters. Past windows are dropped if the number of passes
+        changes.
         """
         ranks = range(len(self.shares))
         self._rooms = list(map(self._find_room, ranks, fits, passes_fit))
@@ -278,12 +280,9 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _find_room(self, rank: int, fits: int, passes_fit: int) -> Room:
-        """Return how many rows fit in a rank's memory.
-
-        The plan's number is used if there is one, otherwise a prediction from measured memory
-        (`fits`, `passes_fit`). Without either, the initial share may grow by a fixed factor.
-        `observe` describes the parameters.
-        """
+        """Return how many rows fit in a rank's memory; `observe` describes the parameters."""
+        # The plan's number comes first, then a prediction from measured memory. Without either, the
+        # initial share may grow by a fixed factor.
         share, most, now = self.shares[rank], self._most[rank], self._rooms[rank]
         if most:
             return Room(most, most * self._passes)
@@ -316,13 +315,12 @@ class Rebalancer:
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the fixed part of compute time, which doesn't depend on rows.
+        """Learn the fixed part of the compute time of ranks whose curve wasn't measured.
 
-        It is learned only for ranks whose curve wasn't measured. The compute time of n rows is t =
-        a + b * n, so the fixed part a follows from the times before and after a change of the rows.
-        The noisier a measurement is relative to the change, the less weight it gets. Return True if
-        anything was learned.
+        Return True if anything was learned.
         """
+        # The compute time of n rows is t = a + b * n. So the fixed part a follows from the times
+        # before and after a change of the rows. A noisy measurement gets less weight.
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
             now, moved = self.shares[rank], math.log(self.shares[rank] / share)
@@ -345,10 +343,11 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn the cost of a further pass from a change in the number of passes.
 
-        The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
-        is the cost. The unknown factor F is the same before and after the change, so it cancels out
-        in the ratio of both times. Return True if the cost was learned.
+        Return True if it was learned.
         """
+        # The compute time of k passes is F * (t(rows in k passes) + (k - 1) * extra), where `extra`
+        # is the cost. The unknown factor F is the same before and after the change, so it cancels
+        # out.
         learned, guess = (
             False,
             self._list_extras() if any(each is not None for each in self._extras) else None,
@@ -380,11 +379,10 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
-        """Update the noise of each rank: how much its factor varies from one window to the next.
+        """Update each rank's noise: how much its factor varies from one window to the next.
 
-        The noise is the standard deviation of the factor's logarithm. `factors` has the ranks'
-        factors in the newest window. A factor is a rank's compute time divided by the time that its
-        curve predicts.
+        A factor is a rank's measured compute time divided by the predicted one; `factors` are those
+        of the newest window. The noise is the standard deviation of the factor's logarithm.
         """
         if not self._windows:
             return
@@ -398,11 +396,10 @@ class Rebalancer:
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return shares that would have made the last `span` windows faster; None without any.
 
-        The ranks' factors and the gain are returned with them. A rank's factor is its compute time
-        divided by the time that its curve predicts. The gain over all `span` windows must reach the
-        minimum (`_needed_gain`). There must also be a gain in each of the last two windows, and in
-        at least three quarters of all windows.
+        The ranks' factors (measured / predicted compute time) and the gain are returned with them.
         """
+        # The gain over all windows must reach `_needed_gain`. There must also be a gain in each of
+        # the last two windows, and in at least three quarters of all.
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
@@ -437,11 +434,10 @@ class Rebalancer:
     ) -> float:
         """Return the minimum gain for a change of shares after `span` windows.
 
-        The minimum rises with the variation from one window to the next (noise) and over many
-        windows (drift). The longer a rank computes in a step, the more its variation counts. Its
-        compute time is its item of `seconds` times its item of `factors`. `rest_s` is the duration
-        of the rest of a step.
+        `seconds` times `factors` are the ranks' compute times; `rest_s` is the rest of a step.
         """
+        # It rises with the variation from one window to the next (noise) and over many windows
+        # (drift). The longer a rank computes in a step, the more its variation counts.
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
         noise: float = max(map(mul, self._noise, weights))
@@ -454,11 +450,10 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much the speed of each rank drifts, relative to the other ranks.
+        """Return each rank's drift: how much its speed varies relative to the other ranks.
 
-        A rank's factor is divided by the mean of the other ranks' factors. The drift is the
-        standard deviation of this ratio's logarithm over the first `count` windows with the current
-        shares. If `count` is below 16, return the drifts that were measured with earlier shares.
+        It is measured in the first `count` windows with the current shares. If these are fewer than
+        16, return the drifts under earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -468,10 +463,10 @@ class Rebalancer:
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
         """Estimate the largest possible gain from the slopes of the curves at the current shares.
 
-        `factors` are the ranks' compute times divided by the times that their curves predict, and
-        `rest_s` is the duration of the rest of a step. `_try` checks this estimate first, because
-        solving for the shares takes far longer.
+        `factors` are measured compute times divided by predicted ones; `rest_s` is the rest of a
+        step.
         """
+        # `_try` checks this first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
         level = _level(own, rates)
@@ -484,11 +479,7 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a rank can't give rows (if `gives`), or can't take more rows (otherwise).
-
-        A rank can't give rows if its share is too small. It can't take rows if no more fit in its
-        memory.
-        """
+        """True if a rank can't give rows (if `gives`), or can't take rows (otherwise)."""
         if gives:
             return share <= self._quantum
         room = self._limited[rank]
@@ -523,10 +514,10 @@ class Rebalancer:
         return Change(shares, micros, reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message that names the device whose speed changed, with the change and its step.
+        """Return a message about the device whose speed changed: how much, and since which step.
 
-        `factors` are the ranks' compute times in the last `span` windows, divided by the times that
-        their curves predict.
+        `factors` are the measured compute times in the last `span` windows, divided by the
+        predicted ones.
         """
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
@@ -567,11 +558,12 @@ def advise(
 ) -> Advice | None:
     """Return shares with which all ranks finish at the same time, and their gain.
 
-    The ranks' speeds follow from `own_work_s`, the medians of their compute time (own work)
-    with `shares`. The gain is relative to a step of `step_s` seconds (0: compute time is the
-    whole step). `most` are the maximum rows per pass in each rank's memory, 0 if unknown;
-    without `passes`, no share exceeds its rank's memory. Return None if the gain is below 2 %,
-    or if no shares are possible.
+    - `own_work_s`: the median compute time (own work) of each rank with `shares`.
+    - `step_s`: the duration of a step, to which the gain is relative (0: the compute time).
+    - `most`: the maximum rows per pass in each rank's memory (0: unknown).
+    - `passes`: if False, each share must fit in memory at once.
+
+    Return None if the gain is below 2 %, or if no shares are possible.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -636,10 +628,10 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the compute time of all ranks once rows are moved so that they finish together.
+    """Return each rank's compute time after rows have moved so that all ranks finish together.
 
-    `own` are the ranks' current compute times (own work). `rates` are the rows that each rank
-    computes per additional second.
+    `own` are the current compute times. `rates` are the rows that each rank computes per additional
+    second.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
@@ -651,25 +643,19 @@ def _slope(curve: Curve, share: int) -> float:
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if the change from `now` to `then` undoes at least half of the previous one.
-
-    The previous change is from `before` to `now`.
-    """
+    """True if a change to `then` undoes at least half of the change from `before` to `now`."""
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
     return undone >= REVERSED * sum(each * each for each in made)
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor has moved more than half of the way from `usual` to its shifted value.
-
-    `shift` is the logarithm of the ratio between the shifted value and `usual`.
-    """
+    """True if `factor` is more than halfway from `usual` to `usual` times exp(`shift`)."""
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve was never measured and just assumes a time proportional to rows."""
+    """True if a curve wasn't measured, but assumes that time is proportional to rows."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

@@ -56,10 +56,8 @@ class AssignmentSearch:
     def least_seconds(self) -> float:
         """Return a lower bound for a step's duration in seconds, over all assignments.
 
-        The bound is the larger of two times. One is the time of the whole batch, cut into passes as
-        cheaply as possible and divided perfectly by the ranks' speeds. The other is the time of the
-        longest row on the fastest rank. The bound is exact if ranks differ only in speed and a
-        batch has few different lengths; otherwise it is nearly exact.
+        The bound is the larger of two times: the whole batch divided perfectly by the ranks'
+        speeds, and the longest row on the fastest rank. It is nearly exact.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -68,9 +66,9 @@ class AssignmentSearch:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return how many seconds each rank would need to compute the first `rows` rows by itself.
+        """Return the seconds that each rank would need to compute the first `rows` rows by itself.
 
-        `stops` are the ends of the runs. A run is a range of consecutive rows that forms one pass.
+        `stops` are the ends of the runs: ranges of consecutive rows that form one pass each.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -79,12 +77,9 @@ class AssignmentSearch:
         ]
 
     def try_all(self) -> Iterator[PartialAssignment]:
-        """Yield promising assignments of the whole batch; better ones tend to come first.
-
-        Two things vary. One is how the batch is cut into passes: few long ones or many short ones.
-        The other is how much of the batch is assigned in blocks of consecutive rows; the rest is
-        assigned row by row.
-        """
+        """Yield promising assignments of the whole batch; better ones tend to come first."""
+        # They differ in two ways: how the batch is cut into passes, and how much of it is assigned
+        # in blocks of consecutive rows. The rest is assigned row by row.
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
             for part in _BLOCK_PARTS:
@@ -101,9 +96,10 @@ class AssignmentSearch:
     def _list_cuts(self) -> Iterator[list[int]]:
         """Yield several ways to cut the sorted batch into runs; each is a list of the runs' ends.
 
-        A run is a range of consecutive rows that forms one pass. The ways differ in how expensive a
-        pass is assumed to be. If no passes are added to save padding, the whole batch is one run.
+        A run is a range of consecutive rows that forms one pass.
         """
+        # The ways differ in the assumed price of a pass. Without passes to save padding, the whole
+        # batch is one run.
         if not self._saves_padding:
             yield [len(self._lengths)]
             return
@@ -115,11 +111,11 @@ class AssignmentSearch:
     def _cut(self, price: float) -> list[int]:
         """Return the ends of the runs with the least total cost on the fastest device.
 
-        The fixed cost of a pass is multiplied by `price`, so a higher price gives fewer runs. If
-        the start of the last run is given, the total cost is a linear function of the run's end: a
-        line. A later start gives a flatter line. Therefore the lowest line is only searched
-        forward, and lines that are never the lowest are dropped (the convex hull trick).
+        The fixed cost of a pass is multiplied by `price`, so a higher price gives fewer runs.
         """
+        # For a given start of the last run, the total cost is a linear function of the run's end: a
+        # line. A later start gives a flatter line. Therefore the lowest line is only searched
+        # forward, and lines that are never the lowest are dropped (the convex hull trick).
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
@@ -141,11 +137,9 @@ class AssignmentSearch:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the sorted batch may be cut, then its number of rows.
-
-        So that there are few such places, the row at each of them is at least 3 % shorter than the
-        row at the previous one.
-        """
+        """Yield the row indices at which the sorted batch may be cut, then its number of rows."""
+        # So that there are few places, the row at each is at least 3 % shorter than at the previous
+        # one.
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -154,12 +148,12 @@ class AssignmentSearch:
         yield len(self._lengths)
 
     def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
-        """Assign the first `rows` rows of the batch in blocks: consecutive rows for each rank.
+        """Assign the first `rows` rows in blocks: consecutive rows for each rank.
 
-        Rows after these aren't assigned. `stops` are the ends of the runs, which separate passes.
-        All ranks must finish within the same time limit. The shortest sufficient limit is found by
-        bisection in _TRIED_LIMITS attempts. Return None if a row doesn't fit on any rank.
+        `stops` are the ends of the runs, which separate passes. Return None if a row fits on no
+        rank.
         """
+        # All ranks must finish within the same time limit; bisection finds the shortest one.
         if not rows:
             return PartialAssignment(len(self._ranks))
         low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
@@ -202,11 +196,9 @@ class AssignmentSearch:
         return partial if row == rows else None
 
     def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
-        """Assign each row from `start` to `stop` (a run) to the rank that would finish it first.
-
-        A rank's first row of the run begins a new pass, and so does a row that exceeds the rank's
-        limits for the current pass. The rows are added to `partial`.
-        """
+        """Assign each row from `start` to `stop` (a run) to the rank that would finish it first."""
+        # A rank's first row of the run begins a new pass, and so does a row that exceeds the rank's
+        # limits for the current pass.
         finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
@@ -233,8 +225,8 @@ class AssignmentSearch:
     def _opened(self, rank: int, row: int, finish: float) -> float:
         """Return when a rank would finish if the row with index `row` began a new pass.
 
-        `finish` is when the rank finishes without that row. The result is infinite if the row
-        doesn't fit in the rank's memory.
+        `finish` is when it finishes without that row. The result is infinite if the row doesn't
+        fit.
         """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf

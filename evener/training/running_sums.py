@@ -48,12 +48,12 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add the times of a step, or times that belong to a step that hasn't ended yet.
+        """Add the times of a step, or of the part of a step that has passed so far.
 
-        `step` has a value for each field of StepSums, in the same order. Its first value, the
-        number of steps, is 0 if the step hasn't ended yet. `seconds` is the sum of the durations in
-        `step`. If the durations are weighted because the step represents several steps, `own_s` is
-        the step's duration without the weight. By default it is the mean duration of the steps.
+        - `step`: a value for each field of StepSums, in the same order. The first, the number of
+          steps, is 0 if the step hasn't ended.
+        - `seconds`: the sum of the durations in `step`.
+        - `own_s`: the real duration of the step, if `step` is weighted to represent several steps.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -71,9 +71,9 @@ class RunningSums:
     def take_quick(self) -> float:
         """Return the 5th percentile of the step times since the last call, in seconds.
 
-        The fastest steps were disturbed neither by other programs nor by a checkpoint, so they show
-        how long an undisturbed step takes. Return 0 if there was no step.
+        Return 0 if there was no step.
         """
+        # The fastest steps were disturbed neither by other programs nor by a checkpoint.
         steps = sorted(self._last_s)
         self._last_s.clear()
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
@@ -83,11 +83,10 @@ class RunningSums:
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Return the margin of error of each mean over recent steps: half of its 95 % interval.
+        """Return the margin of error (half of the 95 % interval) of each mean over recent steps.
 
-        The margins have the names of the fields of StepSums. They are estimated from the
-        differences between bins of steps. With fewer than FEWEST_BINS bins, half of each mean is
-        returned instead.
+        It is estimated from the differences between bins of steps. With fewer than FEWEST_BINS
+        bins, it is half of each mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
@@ -104,9 +103,7 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the sample standard deviation of the values.
-
-    `statistics.stdev` is 20 times slower, because it computes with fractions.
-    """
+    """Return the sample standard deviation of the values."""
+    # `statistics.stdev` is 20 times slower, because it computes with fractions.
     middle = sum(values) / len(values)
     return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))

@@ -61,12 +61,11 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """Return the index in `active` of the share of each rank.
+    """Return the index in `active` of each rank's share.
 
     `active` are the plan's shares of the devices that take part. Ranks are matched to shares by
-    device. If no rank's device is found among the shares, they are matched by host and local rank.
-    If the shares name no hosts either, rank 0 gets the first share, and so on. Raises PlanError
-    unless each rank has a share of its own.
+    device. If no device is found, they are matched by host and local rank, or by rank if the shares
+    name no hosts. Raises PlanError unless each rank has a share of its own.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
@@ -102,12 +101,9 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of a process's share, found by its device.
-
-    If the name of the process's device is unknown, the plan's GPUs that the process can see are
-    counted: local rank 0 has the first of them, local rank 1 the second. A process that sees only
-    one GPU has that one. Return None if no share is found.
-    """
+    """Return the index in `active` of the share of a process's device; None if it isn't found."""
+    # If the device's name is unknown, the plan's GPUs that the process can see are counted: local
+    # rank 0 has the first, local rank 1 the second. A process that sees only one GPU has that one.
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
         return here.get(info.device)

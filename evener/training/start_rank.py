@@ -22,8 +22,8 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 def main() -> None:
     """Read this process's entry in EVENER_STARTS, then replace this process by the script.
 
-    Environment variables, cores and output files are set first, as the entry says. If the entry
-    asks for it, ranks other than rank 0 wait until rank 0 releases them.
+    The entry sets environment variables, cores and output files. It may also make ranks other than
+    0 wait until rank 0 releases them.
     """
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
@@ -47,12 +47,13 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Return the environment variable TORCHELASTIC_RESTART_COUNT, corrected to count all restarts.
+    """Return a value of TORCHELASTIC_RESTART_COUNT that counts the restarts of all hosts.
 
-    On its own, PyTorch's agent counts only the restarts that processes of its own host caused.
-    Therefore each start is also recorded in a file in `folder`. Return {} if the agent doesn't
-    restart ranks.
+    The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart
+    ranks.
     """
+    # The agent counts only restarts that processes of its own host caused. Therefore each start is
+    # also recorded in a file in `folder`.
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}
     own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]

@@ -156,11 +156,11 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part that the StepSums field `name` measures, if it is at least 5 % of a step.
 
-        `spared` is the fraction of this time that a remedy saves. If some other rank needs less
-        than half as long for this part, only a single rank has the problem. The part then has the
-        kind `alone`, if that is given. A remedy then saves at most the time that the other ranks
-        wait for that rank.
+        `spared` is the fraction of this time that a remedy saves. `alone` is the kind of the part
+        if only a single rank has the problem.
         """
+        # A rank has it alone if another needs less than half as long. A remedy then saves at most
+        # the time that the others wait for that rank.
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -196,22 +196,20 @@ class _Finder:
         )
 
     def _find_lead(self, place: int) -> float:
-        """Return for how long all other ranks wait for the rank at `place`, in seconds a step.
-
-        It is computed from the times that ranks are busy, because measured waits are less complete.
-        Waits are timed in only some of the steps, so a long wait in a single step may be missed.
-        The times for files and validation are measured in all steps.
-        """
+        """Return for how long all other ranks wait for the rank at `place`, in seconds per step."""
+        # Busy times show it better than measured waits. Waits are timed in only some of the steps,
+        # so a long wait in a single step may be missed; files and validation are timed in all
+        # steps.
         busy_s = [each.input_s + each.own_work_s + each.between_s for each in self._steps]
         others = [seconds for other, seconds in enumerate(busy_s) if other != place]
         return busy_s[place] - max(others)
 
 
 def _find_rest_error(seconds: float, step_s: float) -> float:
-    """Return the margin of error of a step's remaining time after a remedy, in seconds.
+    """Return the margin of error (half of the 95 % interval) of a step's time after a remedy.
 
-    The remedy removes a part that takes `seconds` from a step that takes `step_s` seconds. The rest
-    of the step may then take more or less time than before. The margin is half of a 95 % interval.
+    The remedy removes `seconds` from a step of `step_s` seconds. The rest of the step may then take
+    more or less time than before.
     """
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
@@ -233,11 +231,9 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the gradient exchange if it takes at least 10 % of a step on every rank.
-
-    Only the time after the last gradient counts, because an exchange that overlaps with computation
-    costs no time.
-    """
+    """Yield the gradient exchange if it takes at least 10 % of a step on every rank."""
+    # Only the time after the last gradient counts: an exchange during the computation costs no
+    # time.
     if len(ranks) < 2:
         return
     seconds = min(each.exchange_s for each in steps)
@@ -257,9 +253,8 @@ def _find_host(
 ) -> Iterator[StepPart]:
     """Yield the parts of a step in which the ranks that finish last wait for their host.
 
-    There are three such parts: threads wait for cores, a GPU waits until its host starts kernels,
-    or the training's own code on the CPU is idle. `competitors` names the programs that used the
-    cores.
+    A part is one of three waits: for cores, for the start of kernels, or for the training's own
+    code on the CPU. `competitors` names the programs that used the cores.
     """
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
@@ -296,13 +291,13 @@ def _find_host(
 def _wait_for_starved(
     ranks: Sequence[MeasuredRank], step: RankStep, place: int, step_s: float
 ) -> float:
-    """Return the seconds per step for which a rank waits for ranks that lack cores (starved ranks).
+    """Return the seconds per step that a rank waits for ranks that lack cores (starved ranks).
 
-    Return 0 unless all ranks are starved. If they are, each rank is the last one in some steps, and
-    the others wait for it. A rank may also be starved while it waits; that time is already counted
-    as starved. So the result is at most the rest of a step (`step_s` seconds) after subtracting
-    starved time, computing and the exchange.
+    Return 0 unless all ranks are starved.
     """
+    # If all are, each rank is the last one in some steps, and the others wait for it. A rank may
+    # also be starved while it waits; that time is already counted as starved. So the result is at
+    # most the rest of a step after starved time, computing and the exchange.
     if not all(each.starved >= LEAST_SHARE for each in ranks):
         return 0.0
     sums = ranks[place].sums
@@ -315,11 +310,11 @@ def _wait_for_starved(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the unequal compute times of the ranks as the part of a step that limits training.
+    """Return the ranks' unequal compute times as the part of a step that limits training.
 
-    Its duration is the excess: how much longer the slowest rank computes than all ranks would if
-    they finished together. Return None if the excess is within noise, or less than 5 % of a step.
-    The longest wait of another rank must be above the same limits.
+    Its duration is the excess: how much longer the slowest rank computes than if all finished
+    together. Return None if the excess, or the longest wait of another rank, is within noise or
+    below 5 % of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:

@@ -117,8 +117,7 @@ class StepRecord:
     def first(self) -> ShareTimes | None:
         """The medians under the first shares that had enough undisturbed steps.
 
-        If no shares had enough of them, the result has the medians under the newest shares. It is
-        None before the first step.
+        Without such shares, they are those under the newest shares. None before the first step.
         """
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
@@ -127,8 +126,7 @@ class StepRecord:
     def last(self) -> ShareTimes | None:
         """The medians under the last shares that had enough undisturbed steps.
 
-        If no shares had enough of them, the result has the medians under the newest shares. It is
-        None before the first step.
+        Without such shares, they are those under the newest shares. None before the first step.
         """
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
@@ -159,10 +157,10 @@ def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparis
 def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
     """Return how much faster the last shares are than the first, at the devices' final speed.
 
-    The time that steps with the first shares would take now is computed from the newest compute
-    times. They are assumed to be proportional to the rows, and the rest of a step's time to be the
-    same. Return None if a rank's compute time is unknown.
+    Return None if a rank's compute time is unknown.
     """
+    # The time of steps with the first shares is computed from the newest compute times. They are
+    # assumed to be proportional to the rows, and the rest of a step's time to be the same.
     now, then = [], []
     for rank, metrics in enumerate(last):
         if metrics.own_work_s <= 0:
@@ -174,11 +172,8 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median of step times, in seconds.
-
-    Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
-    Return 0 if there are fewer than FEWEST_STEPS steps.
-    """
+    """Return the standard error of the median of step times, in seconds; 0 for too few steps."""
+    # Consecutive steps are correlated, so each group of TOGETHER steps counts as a single step.
     if len(steps) < FEWEST_STEPS:
         return 0.0
     low, _, high = quantiles(steps)

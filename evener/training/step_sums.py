@@ -90,10 +90,9 @@ class RankStep(NamedTuple):
 def divide_steps(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step, divided into five parts.
 
-    `ranks` are the sums of all ranks. `least_meeting_s` has each rank's shortest time from its last
-    gradient to the end of the exchange, in seconds. The smallest of these times counts as the
-    exchange of every rank, because even the rank that arrives last needs that long. The rest of a
-    rank's mean `meeting_s` is waiting. A single rank has no exchange.
+    `least_meeting_s` is each rank's shortest time from its last gradient to the end of the
+    exchange. The smallest of these times counts as the exchange of every rank, because even the
+    last rank needs that long. The rest of a rank's mean `meeting_s` is waiting.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]

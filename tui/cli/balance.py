@@ -103,9 +103,9 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with the value of `--budget`, and the seconds by which a run is extended.
+    """Return the request with its budget, and the seconds by which a run is extended.
 
-    The seconds are None unless the run `resume` is extended, for example by `--budget +5m`. Raises
+    The seconds are None unless a resumed run is extended, for example by `--budget +5m`. Raises
     RequestError for `+5m` without `--resume`.
     """
     if budget is None:
@@ -212,8 +212,8 @@ def compare(
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
     """Open the run `resume` to continue its comparison.
 
-    Raises RequestError if the run isn't a comparison, or if `others`, the value of an option that
-    chooses layouts, is given too: the layouts of a run can't be changed.
+    Raises RequestError if the run isn't a comparison, or if an option that chooses layouts
+    (`others`) is given: a run's layouts can't be changed.
     """
     if others:
         raise RequestError(

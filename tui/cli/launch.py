@@ -145,9 +145,8 @@ def launch(
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
     """Run all training processes of this host, and return the exit code.
 
-    Prints `name` with `starts` when they start, and how long the training took. If processes are
-    killed, all are restarted at most `max_restarts` times. A training whose script never reads its
-    plan gets the exit code of a RequestError.
+    `name` and `starts` are printed when the processes start. If processes are killed, all are
+    restarted at most `max_restarts` times.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -179,10 +178,11 @@ def _print_summary(
 ) -> None:
     """Print the summary of a training, and save it with the training's run.
 
-    If no process reported its steps, nothing is printed or saved. `before` is the CPU use of all
-    processes when the training began. It is compared with their use now, to find the programs that
-    competed for cores. `code` is the training's exit code. `notes` are reports of the ranks of
-    `evener run`; they are used to compare the first shares with the last ones.
+    - `before`: the CPU use of all processes when the training began, to find competitors for cores.
+    - `code`: the training's exit code.
+    - `notes`: reports of the ranks of `evener run`, to compare the first shares with the last.
+
+    Nothing is printed or saved if no process reported its steps.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:

@@ -78,10 +78,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks of this machine or cluster, and a text that names the usable devices.
-
-    These are the devices that `evener balance` would use.
-    """
+    """Return the checks of this machine or cluster, and the names of the usable devices as text."""
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # unavailable devices raise an error of their own
         return check_machine(), _name_devices(found.devices)
@@ -118,10 +115,7 @@ def _name_devices(devices: Sequence[Device]) -> str:
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """Return one line that says whether `evener balance` can run, and if it can't, why.
-
-    `devices` is the text that names the devices it would use.
-    """
+    """Return one line that says whether `evener balance` can run on `devices`, or why it can't."""
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

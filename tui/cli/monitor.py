@@ -111,12 +111,11 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server, for the options given.
+    """Return a function that starts the metrics server, and so returns a context.
 
-    The function takes a callable for the latest snapshot, and returns a context in which the server
-    runs. Without `--metrics`, that context does nothing. `address`, `public` and `once` are the
-    values of `--metrics`, `--metrics-public` and `--once`. Raises RequestError if these options
-    contradict each other or the address is invalid.
+    The function takes a callable for the latest snapshot. Without `--metrics`, the context does
+    nothing. The arguments are the values of `--metrics`, `--metrics-public` and `--once`. Raises
+    RequestError if they contradict each other or the address is invalid.
     """
     if address is None:
         if public:
@@ -155,10 +154,10 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """Yield a single snapshot or, if `loops`, a snapshot every `pause` seconds.
 
-    The devices are read once before the first snapshot, so that every snapshot has rates. If a
-    later reading fails in a loop, for example because no file descriptor is free, yield the last
-    snapshot again, marked as stale. Raises DeviceError if any other reading fails.
+    If a later reading fails, the last snapshot is repeated, marked as stale. Raises DeviceError if
+    the first reading fails, or the only one.
     """
+    # The devices are read once before the first snapshot, so that every snapshot has rates.
     from evener.devices.sampler import stale
 
     last = _read_first(source)
@@ -327,9 +326,9 @@ def _drawn(line: Line) -> str:
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
     """Serve the app to a browser until a signal arrives, and return the exit code.
 
-    `look` maps flags of the app, such as `--theme`, to their values; the value of a flag that takes
-    none is True. `port` 0 takes a free port. Raises RequestError or DeviceError if the app couldn't
-    start with these devices.
+    `look` maps flags of the app, such as `--theme`, to their values (True for a flag without one).
+    `port` 0 takes a free port. Raises RequestError or DeviceError if the app can't start with these
+    devices.
     """
     from evener.devices.sampler import open_sampler
 

@@ -93,10 +93,7 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """Return the option factory of the `--help` group that lists the option `name`.
-
-    `name` is a field of a search request.
-    """
+    """Return the option factory for the `--help` group of the request field `name`."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH

@@ -121,10 +121,9 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
     """Return a value for `--devices`, and the indices of the chosen devices in its list.
 
-    `spec` is the value of `--devices`, and `gpus` are the numbers given to `--gpus`. With
-    `--devices`, these numbers are already indices in its list. Without `--devices` ("auto"), they
-    are indices of this machine's devices, and the returned value selects only these devices.
-    Without `--gpus`, return None as the indices: the first devices are used.
+    `spec` is the value of `--devices`, and `gpus` that of `--gpus`. If `spec` is "auto", the
+    returned value selects only the chosen devices. Without `--gpus`, the indices are None: the
+    first devices are used.
     """
     if gpus is None:
         return spec, None
@@ -163,7 +162,7 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Describe the doubts about a run, and name the option that makes a run longer."""
+    """Return the doubts about a run as text, with the option that makes a run longer."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]

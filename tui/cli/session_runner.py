@@ -65,13 +65,15 @@ def run_session(
 ) -> int:
     """Run a session to its end, save its plan to `export`, print the result, return the exit code.
 
-    `show` prints the result. It is called with the session, the result, the devices' labels and the
-    next steps. If `as_json`, a JSON document is printed instead; `more` returns data to add to it.
+    - `show`: prints the result, from the session, the result, the devices' labels and the next
+      steps.
+    - `as_json`: print a JSON document instead.
+    - `more`: returns data to add to that document.
 
     The exit code is 0, or 128 plus the number of the signal that interrupted the session. If the
-    journal can't be written, it is the exit code of that error. Even then, the measurements so far
-    are saved to the plan and shown. Signals are caught until everything is written, so that no
-    signal leaves an incomplete file.
+    journal can't be written, it is that error's exit code, and the plan is saved and shown
+    nevertheless. Signals are caught until everything is written, so that no file is left
+    incomplete.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -113,7 +115,7 @@ def _run_to_its_end(
 ) -> tuple[Finished, UnwrittenError | None]:
     """Run the session and return its result, and the error if the journal couldn't be written.
 
-    The error is None if the whole journal was written. If there is no result, the error is raised.
+    The error is None if the whole journal was written. It is raised if there is no result.
     """
     try:
         return _show_progress(session, progress, as_json), None
@@ -159,10 +161,9 @@ def stopped_by_signals(
 ) -> Iterator[list[int]]:
     """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
-    The context's value is a list, to which the exit code for that signal is added. A second signal
-    within `PRESSED_TWICE_SECONDS` is ignored, because a key may have been pressed twice by
-    accident. Any later signal shows `at_once` and raises KeyboardInterrupt. `say` is called to show
-    these messages.
+    The context's value is a list, to which the signal's exit code is added. A second signal within
+    `PRESSED_TWICE_SECONDS` is ignored. Any later signal shows `at_once` and raises
+    KeyboardInterrupt. `say` shows these messages.
     """
     caught: list[int] = []
     first_at = 0.0

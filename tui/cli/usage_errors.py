@@ -24,9 +24,7 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
     """Return the error to print for an exception of the parser; None for any other exception.
 
-    The error's remedy names the help of the command that raised the exception. If the exception
-    doesn't say which command raised it, the remedy names the help of `command`, such as "evener
-    probe".
+    The remedy names the help of the command that failed, or of `command` if that is unknown.
     """
     describe = getattr(error, "format_message", None)
     if describe is None:
@@ -48,9 +46,9 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument, option, or value of an option.
+    """Return the error for a missing argument, option or value; None for another exception.
 
-    Return None if the exception has another cause. `look` is the remedy, which names the help.
+    `look` is the remedy, which names the help.
     """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
@@ -65,9 +63,9 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for an unknown option or command, with similar names.
+    """Return the error for an unknown option or command; None for another exception.
 
-    Return None if the exception has another cause. `look` is the remedy if no option is similar.
+    It names similar options. `look` is the remedy if there are none.
     """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
@@ -87,10 +85,9 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a value that an option doesn't accept, with the accepted values.
+    """Return the error for a value that an option doesn't accept; None for another exception.
 
-    Return None if the exception has another cause. `look` is the remedy if these
-    values are unknown.
+    It names the accepted values. `look` is the remedy if they are unknown.
     """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)

@@ -136,17 +136,14 @@ class BalanceScreen(RunActions, PanelScreen):
         return state.active and state.finished is None
 
     def _can_begin_again(self, action: str) -> bool:
-        """True if `action` is possible: showing the form ("new") or resuming the run ("go_on")."""
+        """True if `action` is possible: "new" shows the form, "go_on" resumes the run."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _has_usable_result(self, action: str) -> bool:
-        """True if the search has a result that allows this action.
-
-        The actions are reading the result, writing its plan or report, and training by the plan.
-        """
+        """True if the search has a result that allows this action, such as exporting its plan."""
         finished = self.evener.balance.finished
         if finished is None:
             return False

@@ -113,10 +113,10 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Return a command-line error message in the form's terms, and the field that it names first.
+    """Return a command-line error message in the form's terms, and the first field that it names.
 
-    Options such as --global-batch become the form's labels. The field is "" if the message
-    names no option.
+    Options such as --global-batch become the form's labels. The field is "" if the message names no
+    option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -160,19 +160,14 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 
 def _full_name(workload: str) -> str:
-    """Return a function's name with the absolute path of its file, to compare names.
-
-    Two spellings of the same file then give equal names.
-    """
+    """Return a function's name with the absolute path of its file."""
+    # Two spellings of the same file then give equal names.
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
 
 
 def _short_path(workload: str) -> str:
-    """Return a function's name with the path of its file.
-
-    The path is relative to the current directory if the file is in it.
-    """
+    """Return a function's name with its file's path, relative to this directory if possible."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -230,10 +225,7 @@ class BalanceForm(UsesApp, Vertical):
         self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Yield the fields, the explanation of the focused field, the buttons, and the lesson.
-
-        The lesson, at the bottom, says what a search does.
-        """
+        """Yield the fields, the hint on the focused field, the buttons, and the lesson."""
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -306,11 +298,9 @@ class BalanceForm(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List the models that were found and the model of the `last` search, and tick one of them.
-
-        A model that the user has ticked stays ticked. Otherwise the first of the user's own models
-        is ticked. If there are none, the default built-in model is ticked.
-        """
+        """List the models that were found and the model of the `last` search, and tick one."""
+        # A model that the user has ticked stays ticked. Otherwise the first of the user's own
+        # models is ticked, or the default built-in model if there are none.
         panel = self.query_one("#pick-workload", Ticks)
         before = (
             self._models[min(panel.ticked)] if self._user_chose_model and panel.ticked else None
@@ -338,12 +328,10 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show only the rows that the values of the other fields require.
-
-        The path is shown only for another file, and the other options only if "more" is open. Among
-        these options, the layouts are shown only for a comparison. The largest slowdown is shown
-        only for an objective that accepts lower speed, such as energy.
-        """
+        """Show only the rows that the values of the other fields require."""
+        # The path belongs to another file, and the other options to "more". Among these, the
+        # layouts belong to a comparison, and the largest slowdown to an objective that accepts
+        # lower speed.
         if not self._models:
             return
         more = self.query_one("#more", OneOf).value == ALL
@@ -386,11 +374,9 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the height of the list of models in lines.
-
-        There is room for the user's own models, and for the first built-in model, whose line says
-        how many more follow. Without own models, there is room for all built-in ones.
-        """
+        """Return the height of the list of models in lines."""
+        # There is room for the user's own models, and for the first built-in model, whose line says
+        # how many more follow. Without own models, there is room for all built-in ones.
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
 
@@ -479,10 +465,10 @@ class BalanceForm(UsesApp, Vertical):
     def _find_wrong(self, text: str, named: str) -> str:
         """Return the name of the field that an error message `text` is about.
 
-        If the message names an option (`named`), it is the field of that option. Otherwise, if the
-        message mentions the model's file, it is the field of the model. In all other cases, it is
-        the list of devices.
+        `named` is the field of the option that the message names, or "".
         """
+        # Without an option, the model is at fault if the message mentions its file, else the
+        # devices.
         if named == "own" and self.model.name:
             return "pick-workload"
         if named and self.query(f"#{named}"):
@@ -508,7 +494,7 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error message. If there is none, explain the focused field in a few lines."""
+        """Show the error message or, if there is none, an explanation of the focused field."""
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:

@@ -68,10 +68,7 @@ class PanelScreen(UsesApp, Screen[None]):
         return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Redraw for the new size.
-
-        If several panels changed their sizes together, the screen is redrawn once.
-        """
+        """Redraw for the new size, once even if several panels changed their sizes."""
         event.stop()
         self.call_after_refresh(self.redraw)
 
@@ -134,9 +131,9 @@ class SnapshotScreen(PanelScreen):
     def place_panels(self, rows: Mapping[str, int]) -> None:
         """Set the height of each panel in lines, including its frame; 0 hides the panel.
 
-        `rows` has the heights by CSS selector. If neither they nor the terminal's size have
-        changed, nothing is set, because that would lay out the screen again.
+        `rows` has the heights by CSS selector.
         """
+        # Setting them lays out the screen again, so that is done only after a change.
         placed = (self.app.size, rows)
         if self._placed == placed:
             return
@@ -276,10 +273,9 @@ class KeysBar(Lines):
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Return as many hints as fit, none of them truncated.
+        """Return as many hints as fit, without truncating any.
 
-        The last `ALWAYS` hints (command palette, help, quit) are never dropped. Of the others, the
-        last ones are dropped first.
+        The last `ALWAYS` hints (command palette, help, quit) are always kept.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
@@ -289,10 +285,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Return the hints with as many of `more` as fit, inserted before the last few hints.
-
-        The last `ALWAYS` hints stay at the end.
-        """
+        """Insert as many of `more` as fit before the last `ALWAYS` hints, and return all hints."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

@@ -150,10 +150,8 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the graphs' cursor if it is shown; otherwise remove the filter and all marks.
-
-        While the filter's field has the focus, always remove the filter and the marks.
-        """
+        """Hide the graphs' cursor if it is shown; otherwise remove the filter and all marks."""
+        # In the filter's field, Escape always ends the filter.
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
             graphs.hide_cursor()

@@ -142,10 +142,13 @@ class RunActions(UsesApp):
 class SaveDialog(FieldDialog):
     """Asks for a path, and writes a file to it.
 
-    If the file exists, the user must first confirm that it may be replaced. `what` names the
-    document, `name` is the proposed path, and `endings` are the allowed file name extensions.
-    `save` writes the file in a thread, because it may be slow. `next_step` is called with the
-    written path and returns a sentence about what to do next, or "".
+    - `what`: the name of the document.
+    - `name`: the proposed path.
+    - `endings`: the allowed file name extensions.
+    - `save`: writes the file, in a thread, because it may be slow.
+    - `next_step`: returns a sentence about what to do next with the written path, or "".
+
+    An existing file is replaced only after the user confirms it.
     """
 
     def __init__(
@@ -245,8 +248,7 @@ class TrainDialog(FieldDialog):
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
     """Ask for the command that trains by a run's plan, start it, and open the Trainings screen.
 
-    The proposed command names the plan's file. If the plan wasn't written yet, it will be written
-    to a new file in the current directory.
+    The proposed command names the plan's file, which is written first if it doesn't exist.
     """
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"

@@ -168,10 +168,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw how the runs `before` and `after` differ, or hide the panel.
-
-        It is hidden unless both runs are searches.
-        """
+        """Draw how two runs differ; hide the panel unless both are searches."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):

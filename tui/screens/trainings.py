@@ -125,10 +125,9 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the height of the log panel in lines.
+        """Return the height of the log panel in lines; 0 unless a training was started in this app.
 
-        It is 0 unless a training was started in this app. If other panels show trainings as well
-        (`shares_rows`), the log gets a third of `height`, otherwise almost all of it.
+        `shares_rows` is True if other panels need most of `height` for trainings.
         """
         if self.evener.training is None:
             return 0
@@ -145,10 +144,8 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enable the stop action only while a training started from this app is running.
-
-        In a read-only app, it is always disabled.
-        """
+        """Enable the stop action only while a training started from this app is running."""
+        # In a read-only app, it is always disabled.
         if action == "stop_training":
             training = self.evener.training
             return training is not None and training.runs and not self.evener.readonly

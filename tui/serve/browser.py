@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that haven't sent a request from the user's own page.
+    """Connections that haven't yet sent a request from the user's own page.
 
     Their number and duration are limited, because anybody on this machine can open connections.
     """

@@ -67,11 +67,8 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection; if there are too many, first shut down the oldest.
-
-        Requests are answered within milliseconds, so the oldest connection is one that
-        only blocks others.
-        """
+        """Add a new connection; if there are too many, first shut down the oldest."""
+        # Requests are answered within milliseconds, so the oldest connection only blocks others.
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
                 oldest = next((each for each in self._since if each not in self._cut), None)
@@ -81,11 +78,9 @@ class _Clients:
             self._since[client] = time.monotonic()
 
     def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
-        """Close a connection by calling `close` while holding the lock.
-
-        Without the lock, another thread could shut the connection down afterwards, when its
-        descriptor may already belong to another connection.
-        """
+        """Close a connection by calling `close` while holding the lock."""
+        # Without the lock, another thread could shut the connection down afterwards, when its
+        # descriptor may already belong to another connection.
         with self._change:
             self._since.pop(client, None)
             self._cut.discard(client)
@@ -455,7 +450,8 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short_name(device: Device) -> str:
-    """Return a device's short name, such as nvidia0 (as in dcgm-exporter), cpu0 or sim0."""
+    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval."""
+    # A rank without a noise scale has no samples, and an infinite value is left out.
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 

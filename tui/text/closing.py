@@ -14,12 +14,11 @@ from .summaries import verdict_lines
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
     """Return the lines to print for run `run` after the app was closed.
 
-    They are the run's verdict, the command that writes its plan, and the command that resumes the
-    run. `path` is the file to which the plan was already written, or "". `width` is the terminal's
-    width, to which lines are wrapped; None doesn't wrap them.
+    They are the run's verdict, or its number of measurements if it hasn't ended, and the commands
+    that write its plan and resume it. If the run can't be read, return only the error.
 
-    A run that hasn't ended has its number of measurements instead of a verdict. If the run can't be
-    read, return only the error.
+    `path` is the file to which the plan was written, or "". Lines are wrapped to `width`; None
+    doesn't wrap them.
     """
     try:
         found = runs.load_run(run)

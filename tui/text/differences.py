@@ -12,8 +12,7 @@ from evener.printable import align
 def difference_lines(found: RunDifference, most: float) -> list[str]:
     """Return lines that compare two runs, in total and by phase of a step.
 
-    The last line is the verdict: whether the second run is slower by more than `most`, a fraction
-    (0.05 is 5 %).
+    The last line says whether the second run is slower by more than the fraction `most`.
     """
     rows = [
         ("run", "samples/s"),

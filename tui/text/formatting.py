@@ -49,8 +49,8 @@ def energy_cells(
 ) -> tuple[str, str, str]:
     """Return the table cells of a layout's energy: samples per joule, active and idle watts.
 
-    Active watts are those of the devices in use, and idle watts those of the other devices. The
-    samples per joule count the energy of both. If no power is known, each cell is "-".
+    Active watts are those of the devices in use, idle watts those of the others. The samples per
+    joule count both. Each cell is "-" if no power is known.
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -73,9 +73,8 @@ class Table(NamedTuple):
     def lines(self, width: int | None = None) -> list[str]:
         """Return the title, the rows and the note as lines, followed by an empty line.
 
-        If there are only headings, return the line "title: note" instead. If title or note is
-        missing too, return no lines. The note is wrapped to `width`, the terminal's width; None
-        doesn't wrap it.
+        A table that has only headings becomes the line "title: note", or no lines without a title
+        or note. The note is wrapped to `width`; None doesn't wrap it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -118,11 +117,10 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return `text` with each control character replaced by what `escape` returns for it.
-
-    Control characters are DEL and every non-ASCII control or format character, surrogate, and line
-    or paragraph separator. The encoders have already escaped ASCII control characters in strings.
-    """
+    """Return `text` with each control character replaced by what `escape` returns for it."""
+    # Control characters are DEL and every non-ASCII control or format character, surrogate, and
+    # line or paragraph separator. The encoders have already escaped ASCII control characters in
+    # strings.
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(
@@ -134,8 +132,7 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 def cut_path(text: str, most: int) -> str:
     """Return the path `text` shortened to at most `most` characters.
 
-    A path that is too long loses its first directories, because the file's name is at the end. An
-    ellipsis stands for what is cut off.
+    The first directories are replaced by an ellipsis, because the file's name is at the end.
     """
     if len(text) <= most:
         return text

@@ -184,10 +184,7 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return a device's best solo throughput and the batch size at which it was measured.
-
-    Return ": not measured alone" for a device without solo measurements.
-    """
+    """Return a device's best solo throughput and its batch size, or ": not measured alone"."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
@@ -238,10 +235,9 @@ def _ranking_row(
 ) -> tuple[str, ...]:
     """Return the table row of a layout; `bar` has its measurements.
 
-    `tokens` and `energy` add the columns of tokens and energy. The row shows the throughput as a
-    bar, whose faint end is the 95 % interval. `most` is the throughput that fills the bar's whole
-    width.
+    `tokens` and `energy` add columns. `most` is the throughput that fills the whole bar.
     """
+    # The faint end of the bar is the 95 % interval.
     throughput = bar.throughput
     speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]

@@ -45,8 +45,8 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
     """Return the ticks between `low` and `high` of a logarithmic axis: 1, 2 and 5 times 10^n.
 
-    If there are more than `most`, the ticks at 2 times 10^n are left out. If there are still too
-    many, the ticks at 5 times 10^n are left out too, and finally some powers of ten.
+    If there are more than `most`, first those at 2 times 10^n are left out, then those at 5 times
+    10^n, and at last some powers of ten.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
@@ -82,10 +82,10 @@ class _Axes:
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return the chart of all devices' curves as SVG.
 
-    Dotted lines mark batch sizes that ran out of memory. `frontier` has the batch sizes that are
-    faster than all smaller ones, each as (batch size, samples/s, worth). The worth is also in
-    samples/s: the throughput with small batches at which the model would learn as fast. Two lines
-    show the frontier: the samples/s of the fastest layout (dashed) and the worth (dash-dotted).
+    Dotted lines mark batch sizes that ran out of memory. `frontier` has (batch size, samples/s,
+    worth) for the batch sizes that are faster than all smaller ones. The worth is the samples/s
+    with very small batches that would learn as fast. The samples/s are a dashed line, the worth a
+    dash-dotted one.
     """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
@@ -103,10 +103,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes whose ranges contain all points, all failed batch sizes, and the frontier.
-
-    A failed batch size is one that ran out of memory.
-    """
+    """Return axes that contain all points, the frontier, and the sizes that ran out of memory."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

@@ -128,8 +128,7 @@ def parse_max_slowdown(text: str) -> float:
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
     """Parse a noise scale: a number of rows, or the id of the training that measured it.
 
-    Return the noise scale, and the batch size with which that training measured it. The batch size
-    is None if it is unknown, or if `text` is a number of rows.
+    Also return the batch size of that training, or None if there is none.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -141,11 +140,9 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the framework of a workload if the user hasn't chosen a framework.
-
-    It is the framework of a built-in workload, or the one that a user's file imports. If neither is
-    known, it is the installed framework; tensorflow comes before torch.
-    """
+    """Return the framework of a workload if the user hasn't chosen a framework."""
+    # A built-in workload has one, and a user's file imports one. Otherwise it is the installed one;
+    # tensorflow comes before torch.
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
         return installed
@@ -226,11 +223,10 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return a value of `--devices` that selects only some of the devices that `spec` selects.
+    """Return a value of `--devices` for the devices with the indices `chosen`.
 
-    `devices` are all devices that `spec` selects. `chosen` has the indices of the devices to keep.
-    Raises RequestError if no device is chosen, or if `spec` is a machine file and not all of its
-    devices are chosen.
+    `devices` are all devices that the value `spec` selects. Raises RequestError if no device is
+    chosen, or if `spec` is a machine file and not all of its devices are chosen.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")

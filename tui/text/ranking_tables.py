@@ -108,10 +108,10 @@ def where(one: RankedLayout, labels: Sequence[str]) -> str:
 
 
 def against(one: RankedLayout, winner: RankedLayout) -> str:
-    """Return how the throughput of `one` differs from the winner's, in percent with its range.
+    """Return the difference of a layout's throughput from the winner's, with its 95 % interval.
 
-    An example is "-9.0 % (-9.4 to -8.6)"; the range is the 95 % interval. For the winner itself,
-    return "chosen". These notes may precede the difference:
+    An example is "-9.0 % (-9.4 to -8.6)". For the winner itself, return "chosen". These notes may
+    precede the difference:
 
     - `tie`, or `unclear` for a possible tie
     - `larger batch` for a faster layout that wasn't chosen because of its batch size

@@ -83,7 +83,7 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the next steps for the user: sentences, each with a command that applies the plan.
+    """Return sentences with the next commands for the user.
 
     For an unfinished run (`end` is None), return the command that resumes it.
     """
@@ -121,11 +121,9 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """Return the plan and its rivals, the fastest first.
-
-    Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
-    larger batches; and the plan's own layout under another name.
-    """
+    """Return the plan and its rivals, the fastest first."""
+    # Three kinds of rivals are left out: layouts on one device, which the chart of curves shows;
+    # larger batches; and the plan's own layout under another name.
     rivals = []
     for rival in plan.evidence:
         is_own = rival.layout.batches == plan.layout.batches and rival.gain is None

@@ -1,7 +1,6 @@
 """Formats a search, its plan and the journal of a training as text.
 
-Measurements are written as lines. The devices' shares are a table, and so are the plan's rivals:
-the layouts that the plan is compared with.
+A measurement becomes a line; shares and rivals (layouts to compare the plan with) are tables.
 """
 
 from __future__ import annotations
@@ -79,11 +78,8 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return the doubts about a measurement, such as "speed drifting".
-
-    If the measurement was too short, "steps vary a lot" is left out, because the variation of so
-    few steps says little.
-    """
+    """Return the doubts about a measurement, such as "speed drifting"."""
+    # A few steps always vary, so "steps vary a lot" is left out after a short measurement.
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
         codes = [code for code in codes if code != "noisy"]
@@ -101,11 +97,9 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
-    """Return a measurement as one log line.
-
-    For a measurement that raised an exception, the line has only the exception's class: the end of
-    the search reports the message, the source line and the file with the traceback.
-    """
+    """Return a measurement as one log line."""
+    # An exception is only named by its class, because the end of the search reports its message,
+    # the source line and the file with the traceback.
     if not isinstance(seen, Failed):
         return observation_text(seen, labels)
     before = f"{_stage_text(seen)} {layout_text(seen.probe.layout, labels)}"
@@ -117,11 +111,8 @@ def _brief_text(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def budget_left_text(state: SessionState) -> str:
-    """Return the remaining budget as text; "" for a search without a time limit.
-
-    The text is marked as simulated time on simulated devices, because their clock differs from
-    the wall clock.
-    """
+    """Return the remaining budget as text; "" for a search without a time limit."""
+    # The clock of simulated devices differs from the wall clock, so their time is marked.
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
     if left is None:
@@ -188,9 +179,9 @@ def outcome_name(seen: Observation) -> str:
 def share_text(layout: Layout, device: int) -> str:
     """Return the share of the device with index `device`, with its passes: 820 = 2 × 410.
 
-    If the probe measures only rows of one length, the text ends in that length. For a device
-    without rows, the text says that it only holds a part of the model's state.
+    The text ends in the rows' length if the probe measures only one length.
     """
+    # A device without rows only holds a part of the model's state.
     if not layout.shares[device]:
         return STATE_ONLY
     share = write_share(layout.shares[device], layout.pass_rows[device])
@@ -200,8 +191,8 @@ def share_text(layout: Layout, device: int) -> str:
 def layout_text(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
     """Return the active devices with their shares, such as GPU:0[820] GPU:1[568].
 
-    Tuned options follow in parentheses. Text of more than `most` words ends in "and 3 more", for
-    example.
+    Tuned options follow in parentheses. After `most` words, the text ends in, for example, "and 3
+    more".
     """
     words = [f"{labels[i]}[{share_text(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -222,13 +213,12 @@ def summary_lines(
 ) -> list[str]:
     """Return the whole result of a search as lines.
 
-    They are the workload, the tables of shares and rivals, the verdict with the next `steps`,
-    remarks and warnings. If the noise scale is known, there is also a table of batch sizes that
-    says how fast the model learns with each.
+    They have the workload, the tables of shares and rivals, the verdict with the next `steps`,
+    remarks and warnings. A known noise scale adds a table of batch sizes.
 
-    `labels` are the devices' short names, in the plan's order. `verdict` is the verdict's stored
-    text. It is used if there is no structured verdict (`found`), as in a run by an older version.
-    Sentences are wrapped to `width`, the terminal's width; None doesn't wrap them.
+    - `labels`: the devices' short names, in the plan's order.
+    - `verdict`: the stored text of the verdict, if there is no structured one (`found`).
+    - `width`: the terminal's width, to which sentences are wrapped; None doesn't wrap them.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -270,9 +260,9 @@ def verdict_lines(
 ) -> list[str]:
     """Return the verdict and the next steps as lines.
 
-    They are the recommendation and headline, the next `steps`, doubts about the measurements, the
-    verdict's other lines, why the search ended, and the plan's other warnings. If there is no
-    structured verdict (`found`), the stored text `verdict` is used instead.
+    They have the recommendation, the next `steps`, doubts about the measurements, why the search
+    ended, and the plan's other warnings. Without a structured verdict (`found`), the stored text
+    `verdict` is used instead.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(
@@ -294,11 +284,8 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return how much was measured, and why the search ended, as text.
-
-    If the verdict (`found`) recommends to measure again and the reason would contradict that, the
-    reason is left out.
-    """
+    """Return how much was measured, and why the search ended, as text."""
+    # The reason is left out if it would contradict the recommendation to measure again.
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
     effort = [f"{search.probes} probe{'s' * (search.probes != 1)}"]
@@ -312,12 +299,11 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """Return a table with a row for each device.
+    """Return a table with a row for each device, and the sentences below the table.
 
     A row has the device's share in samples and as a fraction of the batch, its samples/s in the
-    plan, and its solo samples/s. Below the table are sentences that explain the column of solo
-    samples/s. Lines with tokens/s and samples per joule follow if these values are known. The
-    sentences are wrapped to `width`.
+    plan, and its solo samples/s. Tokens/s and samples per joule follow if they are known. Sentences
+    are wrapped to `width`.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -356,8 +342,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 def write_part(share: Share) -> str:
     """Return a device's share as text: its rows, and the passes into which they are cut.
 
-    If the device has no rows, the text says whether it holds a part of the model's state or is left
-    out.
+    Without rows, the text says whether the device holds a part of the model's state or is left out.
     """
     if share.batch:
         return write_share(share.batch, share.micro)
@@ -365,11 +350,11 @@ def write_part(share: Share) -> str:
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines that explain the column "alone", which has the solo throughput of each device.
+    """Return lines that explain the column "alone": the solo throughput of each device.
 
-    They also name the devices whose solo throughput was measured with another batch size than the
-    plan's. `alone` has the solo measurements by device index. Without any, return no lines.
+    `alone` has the solo measurements by device index. Without any, return no lines.
     """
+    # They also name the devices that were measured alone with another batch size than the plan's.
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
@@ -390,10 +375,9 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 def frontier_table(found: Verdict | None) -> Table:
     """Return a table of the batch sizes that are faster than all smaller batch sizes.
 
-    Each row has a batch size, its samples/s, and its effective samples/s, which the table calls
-    worth in learning. The model learns less from a sample in a large batch than from one in a small
-    batch. The effective samples/s are the samples/s with which small batches would train the model
-    equally fast. The table has no rows if the noise scale is unknown.
+    Each row has a batch size, its samples/s, and what these are worth in learning: the samples/s
+    with which small batches would train the model equally fast. There are no rows if the noise
+    scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -427,11 +411,10 @@ def _write_alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the gain of the best layout over layout `each` in a few characters, such as +20.4 %.
+    """Return the best layout's gain over layout `each` in a few characters, such as +20.4 %.
 
-    Return "tie" if both are equally fast, and "unclear" if the throughput of `each` is too
-    uncertain. Return "" if the gain is unknown for another reason. For the sum of all solo
-    throughputs, return the fraction of the sum that the best layout reaches, such as "97 % of it".
+    Return "tie" if both are equally fast, "unclear" if `each` is too uncertain, and "" for any
+    other unknown gain. For the sum of all solo throughputs, return a fraction such as "97 % of it".
     """
     gain = each.gain_of(best)
     if gain is None:
@@ -448,9 +431,8 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
     """Return lines on the plan's rivals, such as another split or a faster larger batch.
 
-    One line compares the plan with the sum of all solo throughputs, and has the fraction of that
-    sum that the plan reaches. If `with_gains` is False, the plan's gains are left out, because the
-    verdict's headline has them.
+    One line compares the plan with the sum of all solo throughputs. Without `with_gains`, the
+    plan's gains are left out, because the verdict's headline has them.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -468,10 +450,10 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
     """Return text such as " = 1024 samples a step" if a rival's batch isn't the plan's; else "".
 
-    `own` is the plan. In two cases, the text is "" because it would repeat what the line says: for
-    a rival on one device, whose share is its whole batch, and for a larger batch, whose name
-    contains its size.
+    `own` is the plan.
     """
+    # The line itself says it in two cases: for a rival on one device, whose share is its whole
+    # batch, and for a larger batch, whose name contains its size.
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
     if total == sum(own.batches) or alone or rival.kind == "larger_batch":
@@ -480,12 +462,12 @@ def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the notes on a rival for a line that doesn't give the plan's gain over it.
+    """Return the notes on a rival for a line without the plan's gain over it; "" without notes.
 
-    `own` is the plan. If no gain is known, the text says why. For the sum of solo throughputs, the
-    text is the fraction of the sum that the plan reaches. The text is "" if there is nothing to
-    note.
+    `own` is the plan.
     """
+    # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
+    # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
@@ -542,9 +524,9 @@ WORTH_SAYING = 0.05  # least relative change of steps/s that is printed
 def training_report(training: RecordedTraining) -> Iterator[str]:
     """Yield the lines that describe a recorded training in the terminal.
 
-    A summary comes first. It is followed by a line for each start, each change of shares, each pass
-    that ran out of memory, and the end. A measured speed has a line if it differs from the last
-    printed speed by more than `WORTH_SAYING`, or if it is the last one before another entry.
+    A summary comes first, then a line for each start, each change of shares, each pass that ran out
+    of memory, and the end. A measured speed has a line if it differs from the last one by more than
+    `WORTH_SAYING`, or if another entry follows.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
@@ -590,10 +572,8 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_sentences(training: RecordedTraining) -> Iterator[str]:
-    """Yield a sentence with the last measured noise scale, or nothing if none was measured.
-
-    If the first measured value was clearly different, the sentence has both values.
-    """
+    """Yield a sentence with the last measured noise scale, or nothing if none was measured."""
+    # If the first measured value was clearly different, the sentence has both values.
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:
         first = found[0].scale

@@ -28,10 +28,11 @@ SILENT_REPORT_SECONDS = 30.0  # a training is silent if its report is late by mo
 class Alert(NamedTuple):
     """A problem of a device or a training that has lasted long enough to be reported.
 
-    `kind` is a key of `SECONDS`, which has the time that such a problem must last. `about` is a
-    device's key, a training's id or, for a training without an id, "pid " and its process ID;
-    `label` is its name on the screen. `text` describes the problem, and `at_seconds` is the Unix
-    time at which it was reported.
+    - `kind`: a key of `SECONDS`, which has the time that such a problem must last.
+    - `about`: the device's key, the training's id or, without an id, "pid " and its process ID.
+    - `label`: the name of the device or training on the screen.
+    - `text`: the description of the problem.
+    - `at_seconds`: the Unix time at which it was reported.
     """
 
     kind: str

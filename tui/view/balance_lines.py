@@ -199,9 +199,8 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 def write_fastest(state: SessionState) -> str:
     """Return a note about the fastest measurement if it is faster than the best layout; else "".
 
-    The log and the chart show that measurement. So the note explains why the best layout has a
-    lower throughput, for example because the fastest measurement had a larger batch. Also return ""
-    before a split was measured, and after the search.
+    The note says why the best layout is slower, such as a larger batch in that measurement. Return
+    "" before a split was measured, and after the search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -331,11 +330,9 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """Return the lines with the recommendation, and with the throughput and layout of the result.
-
-    The recommendation usually comes first. If it ends with the layout, it comes after the layout
-    instead, without repeating it.
-    """
+    """Return the lines with the recommendation, the throughput and the layout of the result."""
+    # The recommendation usually comes first. If it ends with the layout, it comes after the layout
+    # instead, without repeating it.
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
     written, found = write_verdict(finished.found), finished.found

@@ -49,11 +49,9 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return an ASCII sign that looks like a braille sign; `bits` are the dots of the braille sign.
-
-    A braille sign that is filled from the bottom becomes a sign of similar height. Any other
-    becomes a sign at the mean height of its dots.
-    """
+    """Return an ASCII sign that looks like a braille sign; `bits` are the dots of the latter."""
+    # A braille sign that is filled from the bottom becomes a sign of similar height. Any other
+    # becomes a sign at the mean height of its dots.
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
         return " "

@@ -93,9 +93,8 @@ def gib(count: float) -> str:
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """Return a reading as text, and whether its value is current.
 
-    `draw` formats a value. A stale value has a mark in front. If mark and value don't both fit in
-    `width` cells, only the mark is returned. If there is no value, the text is a word or a sign
-    that says why.
+    `draw` formats the value. A stale value has a mark in front, or is only the mark if both don't
+    fit in `width` cells. Without a value, the text is a word or a sign that says why.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -229,9 +228,9 @@ def graph(
 def _count_steps(number: float | None, highest: float, most: int) -> int:
     """Return the height of a value's column in steps; a cell has eight steps.
 
-    A value of `highest` has `most` steps. A known value has at least one step, so that it is
-    visible; an unknown value has none.
+    A value of `highest` has `most` steps, and an unknown value has none.
     """
+    # A known value has at least one step, so that it is visible.
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
     return most if number >= highest else max(1, round(max(0.0, number) / highest * most))

@@ -41,8 +41,7 @@ NEWEST_TICKS = 48  # most ticks in the history of a row
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device's row in the table: its newest sample and its recent history.
 
-    If the device trains, the history shows its samples/s (`speeds`), otherwise its utilisation
-    (`busy`).
+    `speeds` is the history of its samples/s if it trains, `busy` that of its utilisation otherwise.
     """
 
     sample: DeviceSample
@@ -249,11 +248,16 @@ def _reading(
 ) -> Column[Any]:
     """Return a column for the reading `field` of a sample.
 
-    A cell shows the value, its maximum, the `unit` and a bar, as far as they fit. Without a bar, it
-    is `least_width` cells wide. `draw` formats the value. `tone` is the tone of all values, or a
-    function that returns, for a sample, a function from a value to its tone. `limit` is the field
-    that has the maximum, if there is one. Without it, `full` is the value that fills the bar, or 0
-    for no bar. The other parameters are as in `Column`.
+    A cell shows the value, its maximum, the `unit` and a bar, as far as they fit.
+
+    - `least_width`: the width in cells without a bar.
+    - `draw`: formats the value.
+    - `tone`: the tone of all values, or a function that returns, for a sample, a function from a
+      value to its tone.
+    - `limit`: the field that has the maximum, or "".
+    - `full`: the value that fills the bar if there is no `limit`; 0 for no bar.
+
+    The other parameters are as in `Column`.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:

@@ -49,9 +49,11 @@ def arrange(
 ) -> dict[str, int]:
     """Return the height in lines of each panel, by its CSS selector; frames are included.
 
-    `width` and `height` are the terminal's, and `frame` is the number of lines that a panel's frame
-    takes. `devices` and `processes` are the rows that the tables could show. The device table has
-    priority, followed by a few processes, small graphs, more processes, and finally larger graphs.
+    - `width`, `height`: the size of the terminal.
+    - `frame`: the lines that a panel's frame takes.
+    - `devices`, `processes`: the rows that the tables could show.
+
+    The device table comes first, then a few processes, small graphs, more processes, larger graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -287,8 +289,7 @@ def device_details(
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
     """Return the lines of metrics with a value, and one sentence that names all other metrics.
 
-    `facts` has a line for each metric. The metrics without a value are those that the device
-    doesn't support.
+    `facts` has a line for each metric. The device doesn't support a metric without a value.
     """
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -359,10 +360,7 @@ def _reading_column(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the number by which a column of readings is sorted: the value; -1 if there is none.
-
-    In descending order, rows without a value thus come last.
-    """
+    """Return the sort key of a reading: its value, or -1 without one."""
     return -1.0 if reading.value is None else reading.value
 
 

@@ -220,11 +220,9 @@ class Frame(NamedTuple):
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
-        """Return round values of y, at which the axis has labels.
-
-        A label takes a whole line, so its position is rounded. If that makes the distances between
-        labels uneven, fewer values are returned.
-        """
+        """Return round values of y, at which the axis has labels."""
+        # A label takes a whole line, so its position is rounded. If that makes the distances
+        # between labels uneven, fewer values are returned.
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
             ticks = self.y.ticks(most)
@@ -368,10 +366,9 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the item of `stops`, which are values of x, that is drawn nearest to cell `column`.
+    """Return the item of `stops` (values of x) that is drawn nearest to the cell `column`.
 
-    The column, such as that of a click, counts from the left of the plot. Return None if there are
-    no stops.
+    `column` counts from the left of the plot. Return None if there are no stops.
     """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 

@@ -252,9 +252,9 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
     """True if all ranks of a training are silent at the same, known point of a step.
 
-    `rows` are all ranks, and `holding` are the silent ranks that the others wait for. The result is
-    False if some rank isn't in `holding`, or if there is only one rank.
+    `rows` are all ranks, and `holding` are the silent ranks that the others wait for.
     """
+    # A rank that isn't in `holding` has made more progress. A single rank isn't waited for.
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
 
@@ -300,11 +300,9 @@ def _silence_kind(row: RankRow) -> str:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress as a sort key: the number of its batch, then the part of the step.
-
-    A rank requests its next batch either before or after its work between steps. So these two parts
-    of a step count as equally far.
-    """
+    """Return a rank's progress as a sort key: the number of its batch, then the step's part."""
+    # A rank requests its next batch either before or after its work between steps. So these two
+    # parts of a step count as equally far.
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
@@ -343,8 +341,8 @@ def _describe_limit(
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
     """Return a limit as a sentence without the full stop.
 
-    If the limit concerns a single rank, `named` has that rank's row, and other ranks wait up to
-    `waited_s` seconds for it. Otherwise `named` is empty.
+    `named` has the rank that the limit concerns, and is empty if it concerns several. Other ranks
+    wait up to `waited_s` seconds for that rank.
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

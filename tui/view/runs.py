@@ -208,8 +208,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return the newest measurements of a run as a table of `height` lines.
 
-    `height` is the number of lines that the plan leaves free. If it is below `LEAST_MEASUREMENTS`,
-    or if there are no measurements, return an empty tuple.
+    The result is empty without measurements, or if `height` is below `LEAST_MEASUREMENTS`.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

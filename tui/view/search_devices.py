@@ -63,11 +63,9 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _shows_probes(row: SearchDeviceRow) -> bool:
-    """True if the columns about running probes are shown.
-
-    They are shown while the search runs, and after it failed. A finished search has no running
-    probes.
-    """
+    """True if the columns about running probes are shown."""
+    # They are shown while the search runs, and after it failed. A finished search has no running
+    # probes.
     return bool(row.state.fault) or not row.state.ended
 
 
@@ -170,10 +168,10 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
-    A predicted batch size is preceded by ~. The numbers are never truncated. If the chosen layout
-    cuts the device's share into several passes, the share and the number of passes follow if there
-    is room.
+    A predicted batch size is preceded by ~.
     """
+    # The numbers are never truncated. If the chosen layout cuts the device's share into several
+    # passes, the share and the number of passes follow if there is room.
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)
     if chosen is not None and chosen.passes(row.device) > 1:

@@ -112,11 +112,9 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_text(state: SessionState) -> str:
-    """Return the text for a paused search.
-
-    A probe that is still running is completed before the search pauses. In that case, the text
-    names the probe's devices.
-    """
+    """Return the text for a paused search."""
+    # A probe that is still running is completed before the search pauses. In that case, the text
+    # names the probe's devices.
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
     busy = sorted({place for each in state.running for place in each.probe.layout.active})
@@ -127,11 +125,9 @@ def _pause_text(state: SessionState) -> str:
 
 
 def _running_text(state: SessionState) -> str:
-    """Return which layouts are being measured, in which phase, and for how long.
-
-    If several layouts are measured at the same time, the text has the phase that has lasted
-    longest, with its duration.
-    """
+    """Return which layouts are being measured, in which phase, and for how long."""
+    # If several layouts are measured at the same time, the text has the phase that has lasted
+    # longest.
     if not state.running:
         return "the next measurement is being chosen."
     names = [name_layout(each.probe.layout, state.devices) for each in state.running]

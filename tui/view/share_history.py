@@ -68,9 +68,9 @@ def _draw_lanes(
 def _number_changes(ends: Sequence[int], room: int) -> str:
     """Return a line of `room` cells with the numbers of the changes, from 1.
 
-    Each number begins at the cell of its change; `ends` has these cells, in order of time. The
-    sentences about the training's changes use the same numbers.
+    `ends` has the cell of each change, in order of time, at which its number begins.
     """
+    # The sentences about the training's changes use the same numbers.
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
         for sign, where in zip(str(number), range(place, room), strict=False):
@@ -96,9 +96,9 @@ def _draw_lane(
 ) -> Iterator[Span]:
     """Draw one rank's shares over time as a bar, whose height in a cell is the share at that time.
 
-    A share of `most`, the largest of all ranks, has full height. Where a new share begins, its
-    number of rows is written if there is room. `ends` has the cells of the changes, so `shares` has
-    one item more.
+    - `shares`: the rank's shares, one more than there are changes.
+    - `ends`: the cells of the changes.
+    - `most`: the largest share of all ranks, which has full height.
     """
     starts = [0, *ends]
     behind = [*ends, room]

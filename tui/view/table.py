@@ -61,10 +61,10 @@ class Grid(NamedTuple, Generic[RowT]):
         """Return the width in cells of each column that is drawn, by the column's key.
 
         `width` is the table's width, which includes the cursor's sign and a blank between columns.
-        Each column starts with the first of its `widths`. While there are cells left, the columns
-        take their second widths, from left to right, then their third widths, and so on. Remaining
-        cells go to the columns that may be as wide as `most`, from right to left.
         """
+        # Each column starts with the first of its `widths`. While there are cells left, the columns
+        # take their second widths, from left to right, then their third widths, and so on.
+        # Remaining cells go to the columns that may be as wide as `most`, from right to left.
         columns = [
             column
             for column in self.columns

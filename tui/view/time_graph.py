@@ -79,9 +79,8 @@ class TickWindow(NamedTuple):
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the value of each column of dots: the mean of its ticks.
 
-        A column without known values has the value None. `values` has a value for each tick, the
-        oldest first. If there are fewer values than ticks are shown, the missing oldest values
-        count as None.
+        It is None without known values. `values` has a value for each tick, the oldest first.
+        Missing oldest values count as None.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -106,10 +105,9 @@ def nearest_span(seconds: float) -> float:
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return how many ticks each column of dots must cover for `width` cells to show a time span.
+    """Return the ticks per column of dots with which `width` cells show `span_seconds`.
 
-    The span lasts `span_seconds`, and `interval_seconds` is the time between two ticks. A cell has
-    two columns of dots.
+    `interval_seconds` is the time between two ticks. A cell has two columns of dots.
     """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
@@ -117,11 +115,11 @@ def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> i
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
     """Return a scale for a history that has only `ticks` ticks and may not fill `width` cells.
 
-    The scale consists of two numbers: the ticks per column of dots, and the columns of dots per
-    tick. `per_dot` is the number of ticks per column once the history fills the graph. A shorter
-    history is stretched over about half of the cells. The scale changes only by factors of 2, so
-    that it changes rarely while the history grows.
+    The scale is the ticks per column of dots, and the columns of dots per tick. `per_dot` is the
+    ticks per column once the history fills the graph.
     """
+    # A shorter history is stretched over about half of the cells. The scale changes only by factors
+    # of 2, so that it changes rarely while the history grows.
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
     stretch = 1

@@ -76,9 +76,11 @@ class TimeView(NamedTuple):
 class GraphPlan(NamedTuple):
     """The arrangement of the graphs on the screen: a row for each device, a column for each metric.
 
-    `metrics` are the columns from left to right, and `devices` the rows from top to bottom. `rows`
-    has the height of each device's graphs in lines. The devices' labels at the left take the width
-    that the graphs leave free.
+    - `metrics`: the columns from left to right.
+    - `devices`: the rows from top to bottom.
+    - `rows`: the height of each device's graphs in lines.
+
+    The devices' labels at the left take the width that the graphs leave free.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -254,11 +256,8 @@ def _graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a row of a graph; `row` counts from the top, and higher rows are brighter.
-
-    A graph of temperatures is different: a row whose temperature calls for a warning has the tone
-    of that warning.
-    """
+    """Return the tone of a row of a graph, counted from the top; higher rows are brighter."""
+    # In a graph of temperatures, a row has the tone of a warning if its temperature calls for one.
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
         heat = temperature_tone(sample)(metric.low + (top - metric.low) * (height - 0.5 / rows))
@@ -277,8 +276,8 @@ def _gutter(
 ) -> list[tuple[Span, ...]]:
     """Return the cells at the left of each line of a graph: the ends of the axis, and a value.
 
-    Without a cursor (`column` is None), the value is the newest one. Otherwise it is the value in
-    the cell `column`. A graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
+    The value is the one in the cell `column`, where the cursor is, or the newest one for None. A
+    graph of at least `MIDDLE_ROWS` lines also has the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:
@@ -306,8 +305,7 @@ def _axis(
 ) -> Line:
     """Return the time axis below each column of graphs.
 
-    If the cursor is in a cell (`column` isn't None), the axis shows the time of that cell instead
-    of labels.
+    `column` is the cell of the cursor, whose time then replaces the labels; None without a cursor.
     """
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:

@@ -36,8 +36,8 @@ Values = tuple[float | None, ...]
 class Graph(NamedTuple):
     """A graph: its caption, its newest value as text, its values, and the upper end of its axis.
 
-    The oldest value comes first. If `level` isn't 0, a dashed line marks that value, such as the
-    plan's samples/s.
+    `values` begin with the oldest. A dashed line marks `level`, such as the plan's samples/s,
+    unless it is 0.
     """
 
     caption: str
@@ -109,10 +109,9 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of graphs side by side that still show each tick separately.
+    """Return the largest number of graphs side by side, up to `most`, with a column for each tick.
 
-    A graph shows each tick separately if it has a column of dots for each of `ticks` ticks. The
-    result is from 1 to `most`.
+    `ticks` is the number of ticks. A cell has two columns of dots, and at least one graph is drawn.
     """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
@@ -134,12 +133,10 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions of the graphs to draw, at most `most` of them.
-
-    The first graph shows all devices together; it is left out if some ranks don't report here. A
-    graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
-    noise scale, if they are known.
-    """
+    """Return the captions of the graphs to draw, at most `most` of them."""
+    # The first graph shows all devices together; it is left out if some ranks don't report here. A
+    # graph for each device (the labels in `keys`) follows if all graphs fit. The last are power and
+    # noise scale, if they are known.
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
     others = [*([POWER] if row.watts else []), *([NOISE] if row.noise else [])]

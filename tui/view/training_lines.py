@@ -53,10 +53,11 @@ def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows
     """Return each panel's height in lines, frame included, by its CSS selector.
 
     `frame` is the number of lines that a frame takes, and `wanted` has the lines that the panels
-    would fill. The panels from the top are trainings, ranks, sentences, the last steps, the shares
-    over time, and graphs. The trainings take at most about a quarter of `height`. If there are no
-    trainings, their panel takes the whole height, to say how to start one.
+    would fill.
     """
+    # The panels from the top are trainings, ranks, sentences, the last steps, the shares over time,
+    # and graphs. The trainings take at most about a quarter of the height. If there are none, their
+    # panel takes the whole height, to say how to start one.
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
@@ -118,10 +119,8 @@ def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload without a file's directories, or else the framework.
-
-    A narrow column would show only the beginning of a path.
-    """
+    """Return the name of the workload without a file's directories, or else the framework."""
+    # A narrow column would show only the beginning of a path.
     return row.workload.rpartition("/")[2] or row.framework
 
 
@@ -188,10 +187,10 @@ def _rank_value(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for the value `number(row)` of a rank, formatted by `words`.
+    """Return a `draw` function for a rank's value `number(row)`, formatted by `words`.
 
-    It draws a dash if `there(row)` is 0, which means that the value is unknown. The value of a
-    silent rank is drawn as stale.
+    It draws a dash if `there(row)` is 0: the value is unknown. A silent rank's value is drawn as
+    stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -221,9 +220,9 @@ def _write_part(seconds: float) -> str:
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return how many seconds of a step a rank waits for others, without the exchange of gradients.
+    """Return how many seconds of a step a rank waits for others.
 
-    If the parts of the rank's step are unknown, the exchange can't be separated and is included.
+    The exchange of gradients is included only if the parts of the step are unknown.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -298,11 +297,9 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield lines on what slows a training down.
-
-    After the end of the training, they are about its last steps. If the training is slower than its
-    plan (`late`) without a known cause, yield the causes that were ruled out.
-    """
+    """Yield lines on what slows a training down, or what slowed it down before it ended."""
+    # If the training is slower than its plan (`late`) without a known cause, the lines are about
+    # the causes that were ruled out.
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
     if late and not row.causes:
@@ -342,11 +339,9 @@ def _exclude(row: TrainingRow) -> str:
 
 
 def _advise(row: TrainingRow) -> Iterator[str]:
-    """Yield which shares would be faster, and whether the training will adopt them by itself.
-
-    For an ended training, yield why it didn't adopt the faster shares. If the current shares are
-    the fastest, yield nothing.
-    """
+    """Yield which shares would be faster, and whether the training will adopt them by itself."""
+    # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
+    # yield nothing.
     if row.advice is None:
         return
     shares = " + ".join(map(str, row.advice.shares))
@@ -383,8 +378,9 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
     """Yield the remedy for each limit other than unequal shares, with the expected gain.
 
-    If several limits have the same remedy, it is given once. Yield nothing for an ended training.
+    An ended training has none.
     """
+    # If several limits have the same remedy, it is given once.
     said = set()
     for limit in row.limits:
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:

@@ -108,12 +108,10 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return an ended training with its last metrics; `seen_at` is when it last reported.
-
-        Of the causes that slowed the training down, only unequal compute times are kept: the next
-        run can avoid them with the advised shares. Nothing can be done about the other causes any
-        more.
-        """
+        """Return an ended training with its last metrics; `seen_at` is when it last reported."""
+        # Of the causes that slowed the training down, only unequal compute times are kept: the next
+        # run can avoid them with the advised shares. Nothing can be done about the other causes any
+        # more.
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
         ended_s = max(at_seconds - seen_at, 1e-3)
@@ -181,11 +179,9 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as a cause if a training is slower than its plan for no known reason.
-
-    A high load only suggests that the training's threads wait for cores. It is used because not
-    every kernel reports how long threads wait.
-    """
+    """Add the host's load as a cause if a training is slower than its plan for no known reason."""
+    # A high load only suggests that the training's threads wait for cores. It is used because not
+    # every kernel reports how long threads wait.
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:
         return row
@@ -197,11 +193,9 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the totals over all ranks that aren't silent.
-
-    If some ranks don't report on this machine, two values would be wrong and are 0: the samples per
-    joule, and the fraction of the plan's samples/s.
-    """
+    """Add the totals over all ranks that aren't silent."""
+    # If some ranks don't report on this machine, two values would be wrong and are 0: the samples
+    # per joule, and the fraction of the plan's samples/s.
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
     whole = not row.missing_ranks

@@ -138,8 +138,7 @@ class ResultPanel(Lines):
 class BalanceView(UsesApp, Widget):
     """Draws the state of a session: the search or its result, devices, charts and the log.
 
-    `keys` returns the keys for the next steps after a result. On a small terminal, charts are
-    dropped before text.
+    `keys` returns the keys for the next steps after a result.
     """
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
@@ -233,11 +232,9 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the height of the panels with shares and rivals; 0 if they are hidden.
-
-        They are hidden as long as there is nothing to compare. After the search, they are hidden
-        because the result contains them. On a `narrow` terminal, only the rivals are shown.
-        """
+        """Return the height of the panels with shares and rivals; 0 if they are hidden."""
+        # They are hidden as long as there is nothing to compare, and after the search, because the
+        # result contains them. On a `narrow` terminal, only the rivals are shown.
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
         compared = len(rivals(self.state)) + bool(write_fastest(self.state))
@@ -246,10 +243,8 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the number of lines for the shares: the bar, the legend and the global batch.
-
-        One line is always reserved for a second bar, which shows the split being measured.
-        """
+        """Return the number of lines for the shares: the bar, the legend and the global batch."""
+        # One line is always reserved for a second bar, which shows the split being measured.
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))
         return legend + 3

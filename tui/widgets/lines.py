@@ -114,11 +114,9 @@ class Lines(UsesApp, Widget):
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows of the region `crop` of the widget, including its frame.
-
-        If only lines have changed, the other rows of the last drawing are reused. Textual's own
-        method isn't called then, because it looks up the styles of every row.
-        """
+        """Return the rows of the region `crop` of the widget, including its frame."""
+        # If only lines have changed, the other rows of the last drawing are reused. Textual's own
+        # method isn't called then, because it looks up the styles of every row.
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
             rows = super().render_lines(crop)
@@ -135,11 +133,8 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the rows of the whole widget, to be reused by the next drawing.
-
-        Return None if they can't be reused: if a part of the widget is hidden, or if filters change
-        the colours.
-        """
+        """Return the rows of the whole widget for the next drawing; None if it can't reuse them."""
+        # They can't be reused if a part of the widget is hidden, or if filters change the colours.
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
         if (
@@ -170,10 +165,8 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return all line filters except the one for the terminal's own ANSI colours.
-
-        No tone uses ANSI colours, so that filter would only cost time.
-        """
+        """Return all line filters except the one for the terminal's own ANSI colours."""
+        # No tone uses ANSI colours, so that filter would only cost time.
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
         ]

@@ -67,10 +67,8 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _choose_scale(self, plan: GraphPlan) -> None:
-        """Choose the number of ticks per column of dots.
-
-        If it changes, the cursor is hidden, because its cell would then stand for another time.
-        """
+        """Choose the number of ticks per column of dots."""
+        # If it changes, the cursor is hidden, because its cell would then stand for another time.
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
         scale = scale_young(per_dot, publisher.ticks, plan.graph)

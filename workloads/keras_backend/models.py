@@ -169,10 +169,9 @@ def towers(
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
     """Adam that sums the gradient of each embedding row before it updates the row.
 
-    In a group of processes, a row's gradients are summed before the update anyway. On a single
-    device, Keras' own Adam would square each contribution to the row separately, and so learn
-    differently from a group. It would also be slower, because every operation would have a row for
-    each word of the batch.
+    A group of processes sums it anyway. On one device, Keras' own Adam would square each
+    contribution separately, and so learn differently. It would also be slower, because every
+    operation would have a row for each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

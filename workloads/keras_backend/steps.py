@@ -31,10 +31,8 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 class KerasSteps:
     """Runs a model's training steps with a `Split`.
 
-    Each set of devices has up to two `Split`s, one with passes and one without, and each `Split` is
-    traced only once. `placed` is the train step of a model that places its own parts on several
-    devices. The constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't
-    support `setup`.
+    `placed` is the train step of a model that places its own parts on several devices. The
+    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
     """
 
     def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
@@ -87,10 +85,8 @@ class KerasSteps:
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Make the model use the `Split` for these devices, with or without passes.
-
-        The model's train function for that `Split` is created on first use.
-        """
+        """Make the model use the `Split` for these devices, with or without passes."""
+        # The model's train function for that `Split` is created on first use.
         model = self.model
         split = self.split
         if (devices, passes) not in self._made:

@@ -99,11 +99,9 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs, nested as in calls of the model.
-
-    A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
-    first input and first output are returned.
-    """
+    """Return the symbolic inputs and outputs, nested as in calls of the model."""
+    # A Sequential model has lists of inputs and outputs, but is called with a single tensor. So its
+    # first input and first output are returned.
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
     return model.input, model.output
@@ -150,9 +148,7 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the size of the model's smallest embedding; all its embeddings accept lower token ids.
-
-    Without embeddings, return 2.
-    """
+    """Return the size of the model's smallest embedding; 2 without embeddings."""
+    # All embeddings accept token ids below it.
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

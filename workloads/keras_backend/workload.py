@@ -245,10 +245,11 @@ class KerasWorkload(Workload):
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory; return True if training can go on.
 
-        The variables of model and optimizer exist before the first step, so no step leaves them
-        incomplete. Return False if the other ranks of a group wait for this one. Also return False
-        if clearly more memory stays allocated than before the first step.
+        Return False if other ranks wait for this one, or if clearly more memory stays allocated
+        than before the first step.
         """
+        # The variables of model and optimizer exist before the first step, so no step leaves them
+        # incomplete.
         if self.setup.world > 1:
             return False
         self._logs = self._batches = self._source = None
@@ -277,8 +278,8 @@ class KerasWorkload(Workload):
         """Return facts about the workload as text.
 
         They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
-        digest, and the rows per epoch (0: unknown). If a layer computes batch statistics, its class
-        is given too, otherwise "".
+        digest, and the rows per epoch (0: unknown). The class of a layer that computes batch
+        statistics is given too, or "".
         """
         layers = all_layers(self.model)
         return {
@@ -357,7 +358,7 @@ class TooManyElementsError(MemoryError):
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the most rows that a batch can have without a tensor of more than 2^31 - 1 elements.
+    """Return the most rows of a batch without a tensor of more than 2^31 - 1 elements.
 
     Return None if no shape of the model's tensors is known.
     """

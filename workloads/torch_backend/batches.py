@@ -2,7 +2,7 @@
 
 A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
 once, for a pool of rows that is then reused. The pool is larger than a processor's cache, unless
-rows are slow to create. If rows differ in length, the tokens and padding of each pass are counted.
+rows are slow to create. The tokens and padding of rows that differ in length are counted.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Lengths:
     def nearest(self, length: int, rows: int) -> torch.Tensor:
         """Return the indices of `rows` rows that have at most `length` tokens, the longest first.
 
-        If there are too few such rows, their indices are repeated. If there is no such row, the
-        shortest row is used.
+        Indices are repeated if there are too few such rows. The shortest row is used if there is
+        none.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
@@ -182,8 +182,8 @@ class Data:
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Return a sampler of full batches for rank `rank`; `sizes` are the rows of each rank.
 
-        Each iteration over the sampler is an epoch of the data set. But for a pool, or if a batch
-        has more rows than the data set, the sampler repeats one shuffled order endlessly.
+        Each iteration over the sampler is an epoch of the data set. A pool, or a data set with
+        fewer rows than a batch, is repeated endlessly in one shuffled order instead.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -305,9 +305,9 @@ class Batches:
     def keep(self, kept: bool) -> bool:
         """Make `take` return the same batch repeatedly if `kept`, otherwise new batches.
 
-        Return False if rows differ in length: no batch can be kept then, because tokens are counted
-        when a batch is drawn, and a kept batch isn't drawn again.
+        Return False if rows differ in length, because no batch can be kept then.
         """
+        # Tokens are counted when a batch is drawn, and a kept batch isn't drawn again.
         if hasattr(self._sampler, "works"):
             return False
         self._kept = next(self._steps) if kept else None
@@ -326,11 +326,9 @@ class Batches:
         )
 
     def wait(self) -> None:
-        """Wait until the loader has prefetched as many batches as it can hold.
-
-        In the timed steps that follow, the loader then loads exactly one batch for each batch that
-        a step uses.
-        """
+        """Wait until the loader has prefetched as many batches as it can hold."""
+        # In the timed steps that follow, it then loads exactly one batch for each batch that a step
+        # uses.
         if self._loader is not None:
             self._loader.wait_until_full()
 

@@ -108,12 +108,12 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head.
+    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head, in two halves.
 
     The first half has 16 and 32 channels, the second half 128, 256 and 512. The input is (samples,
     3, side, side) with a side of at least 32, the output (samples, classes). `norm` is "group",
-    which normalises each sample separately, or "batch", which normalises over the batch. With
-    "batch", micro-batches would train a different model.
+    which normalises each sample, or "batch", which normalises over the batch and so excludes
+    micro-batches.
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
@@ -197,10 +197,8 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return the tokens of a text: one more than its length.
-
-        There is one more because each token except the first is predicted from the previous tokens.
-        """
+        """Return the tokens of a text: one more than its length."""
+        # Each token except the first is predicted from the previous tokens.
         return self._tokens[row : row + self.lengths[row] + 1]
 
 

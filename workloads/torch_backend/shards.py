@@ -93,11 +93,9 @@ class RecipeShards:
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and an optimizer step's temporary bytes.
-
-        A first step with zero gradients is run on this rank's shard. The results are extrapolated
-        from it to the whole model.
-        """
+        """Return the bytes of the whole model's state, and an optimizer step's temporary bytes."""
+        # A first step with zero gradients is run on this rank's shard. The results are extrapolated
+        # from it to the whole model.
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)
         before, noted = _count_from_here(device), self.sharded.held.now.total()

@@ -69,11 +69,10 @@ class BuiltRecipe:
 
 @contextmanager
 def noting_ranks(noting: Callable[[Callable[..., Any], str], Any]) -> Iterator[None]:
-    """Return a context in which the functions that tell a process its rank are replaced.
+    """Return a context in which `noting` replaces the functions that tell a process its rank.
 
-    `noting` is called with each of these functions and its name, and returns the replacement. The
-    replacement can record that the user's build asks for the rank: the result of such a build can't
-    be shared by all ranks.
+    `noting` gets each function and its name, and returns the replacement. The replacement can
+    record that the user's build asks for its rank; such a build can't be shared by all ranks.
     """
     before = {name: getattr(dist, name) for name in ASKS_RANK}
     for name, function in before.items():

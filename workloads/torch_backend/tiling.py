@@ -1,9 +1,9 @@
 """Cut an image into tiles on several devices, which copy borders from each other.
 
 The result equals the whole image's result exactly. Each output tile of a layer is a range of rows
-and columns. The tile's device already has most of the input that the layer's windows read for this
-tile. It copies the rest from neighbouring tiles, and pads with zeros outside the image. Nothing is
-computed twice and nothing is approximated, so sizes that don't divide evenly need no special case.
+and columns. The tile's device has most of the input for it, copies the rest from neighbouring
+tiles, and pads with zeros outside the image. Nothing is computed twice and nothing is approximated,
+so sizes that don't divide evenly need no special case.
 """
 
 from __future__ import annotations

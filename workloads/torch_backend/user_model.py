@@ -227,11 +227,9 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step, so that steps take as long.
-
-        The Trainer waits for the loss, counts the operations of each pass (which visits all
-        parameters), and clips the gradients.
-        """
+        """Do what the Trainer does before each optimizer step, so that steps take as long."""
+        # The Trainer waits for the loss, counts the operations of each pass (which visits all
+        # parameters), and clips the gradients.
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
             bool(torch.isnan(loss) or torch.isinf(loss))
@@ -246,11 +244,9 @@ class TrainerSteps:
 
 
 def _enable_checkpointing(trainer: Any) -> None:
-    """Enable activation checkpointing in the Trainer's model if the Trainer's arguments want it.
-
-    The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
-    have new names for the arguments and for the model's method.
-    """
+    """Enable activation checkpointing in the Trainer's model if the Trainer's arguments want it."""
+    # The Trainer does that in `train`, which a probe doesn't call. Newer versions of transformers
+    # have new names for the arguments and for the model's method.
     arguments, model = trainer.args, trainer.model
     if not hasattr(arguments, "activation_checkpointing"):
         if arguments.gradient_checkpointing:
@@ -285,11 +281,8 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Prepare the model to compute as in a training run.
-
-        Accelerate does this: its autocast wraps the forward pass and converts the outputs to
-        float32.
-        """
+        """Prepare the model to compute as in a training run."""
+        # Accelerate's autocast wraps the forward pass and converts the outputs to float32.
         if in_shards:
             keep_no_casts(trainer.accelerator)
         trainer.accelerator.prepare_model(
@@ -349,13 +342,12 @@ def _first_optimizer(given: Any) -> Any:
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
     """Return `rows` as `Data`, with the loader options of a trainer.
 
-    - `collate` is the trainer's collate function.
-    - `workers` is the number of worker processes.
-    - `pinned` selects pinned memory, if there is a GPU.
-
-    Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
-    when the step begins, while the GPU waits.
+    - `collate`: the trainer's collate function.
+    - `workers`: the number of worker processes.
+    - `pinned`: whether to use pinned memory, if there is a GPU.
     """
+    # Without workers, nothing is prefetched, just as in the trainer: the rows of a step are loaded
+    # when the step begins, while the GPU waits.
     options = {
         "num_workers": workers,
         "pin_memory": pinned and torch.cuda.is_available(),

@@ -266,10 +266,10 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch in its passes, as in a training run; return the number of passes.
 
-        `exchanges` are the all-reduces of the group. If a pass of a group runs out of memory, it is
-        computed again in smaller passes, because the other ranks wait in the all-reduce. In that
-        case, `read_shortage` returns the error.
+        `exchanges` are the all-reduces of the group.
         """
+        # A pass of a group that runs out of memory is computed again in smaller passes, because the
+        # other ranks wait in the all-reduce. `read_shortage` then returns the error.
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
         parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
@@ -289,10 +289,10 @@ class TorchWorkload(Workload, StepListener):
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add the tokens, padding and passes of a step to the totals.
 
-        `works` has an item for each of the step's batches, and `passes` is the number of passes. A
-        batch is padded as a whole before it is cut into passes, so its padding doesn't depend on
-        the number of passes.
+        `works` has an item for each of the step's batches, and `passes` is the number of passes.
         """
+        # A batch is padded as a whole before it is cut into passes, so its padding doesn't depend
+        # on the number of passes.
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
             self._work = Work(
@@ -300,10 +300,9 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps.
-
-        Later steps start with the same number, because the optimizer has created its state by then.
-        """
+        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps."""
+        # Later steps start with the same number, because the optimizer has created its state by
+        # then.
         if self._noted < NOTED_STEPS:
             self._noted += 1
             self._held = self.memory.held()
@@ -384,10 +383,10 @@ class TorchWorkload(Workload, StepListener):
     def time_on_device(self) -> float | None:
         """Return the seconds that a GPU takes for one step; None on a CPU.
 
-        First, a pause of the GPU is enqueued, during which the host enqueues all kernels of the
-        step. If the step itself makes the host wait for the GPU, as `.item()` does, that wait is
-        included.
+        A wait of the host for the GPU within the step, as by `.item()`, is included.
         """
+        # First, a pause of the GPU is enqueued, during which the host enqueues all kernels of the
+        # step.
         if not _on_gpu(self.device):
             return None
         self.synchronize()
@@ -441,11 +440,9 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """True if the requested precision, a parameter or a Trainer uses bfloat16.
-
-        An autocast in the user's own code isn't recognised, because it is known only when the code
-        runs.
-        """
+        """True if the requested precision, a parameter or a Trainer uses bfloat16."""
+        # An autocast in the user's own code isn't recognised, because it is known only when the
+        # code runs.
         return (
             _HALVES.get(self.setup.precision) is torch.bfloat16
             or self.recipe.mixed_precision == "bf16"
@@ -453,11 +450,9 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches, which are created on the first call.
-
-        The first call comes after the memory cap has been set, and before `prepare` resets the peak
-        memory.
-        """
+        """Return the batches, which are created on the first call."""
+        # The first call comes after the memory cap has been set, and before `prepare` resets the
+        # peak memory.
         if self._batches is None:
             data = self.recipe.data or Data(
                 Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type)
@@ -494,10 +489,9 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Train with the ranks whose share isn't 0 from now on.
-
-        A new process group is created if the set of ranks has changed, unless the model is sharded.
-        """
+        """Train with the ranks whose share isn't 0 from now on."""
+        # A new process group is created if the set of ranks has changed, unless the model is
+        # sharded.
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
             self._members = members
