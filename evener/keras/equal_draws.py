@@ -124,10 +124,9 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 def draws_alike(model: Any) -> Iterator[None]:
     """Return a context in which a step draws the same random numbers for any part of a batch.
 
-    A step whose graph is traced in this context can then be run on a part of a batch and compared
-    with the whole. The context includes `equal_rows`. In addition, TensorFlow's own random numbers
-    are drawn from one fixed seed. So are Keras' random numbers, unless they come from a seed
-    generator of the model.
+    A step traced in this context gives comparable results on a part and on the whole batch. The
+    context includes `equal_rows` and fixes TensorFlow's seed. Keras' seed generators that belong to
+    the model keep their own seeds.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)
@@ -148,10 +147,9 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for a random function of TensorFlow that treats all rows alike.
+    """Return a substitute for a TensorFlow random function that draws alike for all rows.
 
-    The replacement draws the same numbers for each row. `draw` is the stateless version of
-    TensorFlow's function, which is called with a fixed seed.
+    `draw` is the stateless version of that function. It is called with a fixed seed.
     """
     once = _draw_once(lambda shape, *given, **words: draw(shape, SEED, *given, **words))
 
@@ -166,10 +164,8 @@ def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit.
-
-    TensorFlow's state is restored only if TensorFlow has a seed.
-    """
+    """Return a context that restores the random states of Python, NumPy and TensorFlow on exit."""
+    # TensorFlow has such a generator only if its seed was set
     drawing = getattr(context.context(), "_rng", random.Random())
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:

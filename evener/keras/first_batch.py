@@ -20,7 +20,7 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     """Return the first batch, and a replacement for `batches` that still includes it.
 
     Up to `steps` batches are read ahead, because Keras runs that many steps in one call. The first
-    result is None if there is no batch, or if the iterator has elements that aren't tensors.
+    batch is None if there are no batches, or if their elements aren't tensors.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
@@ -35,10 +35,8 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return the batches in `seen` as a dataset with the element spec `spec`.
-
-    Axes of unknown length in the spec stay unknown, because the step is traced with this spec.
-    """
+    """Return the batches in `seen` as a dataset with the element spec `spec`."""
+    # axes of unknown length must stay unknown, because the step is traced with this spec
 
     def repeat() -> Iterator[Any]:
         yield from seen
@@ -60,23 +58,20 @@ def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
 
 
 def _other_size(spec: Any, tensor: Any) -> Any:
-    """Return a tensor of zeros that differs from `tensor` in every length that `spec` leaves open.
-
-    A dataset that contains both tensors also leaves these lengths open, so its element spec is
-    `spec`.
-    """
+    """Return zeros whose length differs from `tensor` on every axis that `spec` leaves open."""
+    # a dataset with both tensors has the element spec `spec`
     sizes = zip(spec.shape, tensor.shape, strict=True)
     return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
 def read_triple(batch: Tensors) -> Tensors:
-    """Return a batch, or this process's rows of it, as tensors (x, y, weight)."""
+    """Return a batch, or this process's rows of it, as (x, y, weight)."""
     data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _to_tensor(each: Any) -> Any:
-    """Return a tensor; None and sparse tensors are returned unchanged."""
+    """Convert a value to a tensor; return None and sparse tensors unchanged."""
     if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
         return each
     return tf.convert_to_tensor(each)

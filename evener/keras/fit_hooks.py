@@ -1,7 +1,6 @@
 """Hooks that put an engine's steps into a Keras model and adapt the data of `fit` and `evaluate`.
 
-The steps are set on the instance instead of a subclass, so that the model is saved under its own
-class.
+The steps are set on the instance. The model keeps its class, so it is saved under that class.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace a model's own methods, so that a split's `engine` trains it.
+    """Methods that replace a model's own, so that a split's `engine` trains it.
 
-    `batch` and `samples` are the numbers of rows per step and per epoch of the running `fit`. They
-    are None if they are unknown, for example with a dataset.
+    - `batch`: rows per step of the running `fit`; None if unknown.
+    - `samples`: rows per epoch of the running `fit`; None if unknown.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:
@@ -94,12 +93,8 @@ class FitHooks:
         model.fit, model.evaluate = self._with_signature("fit"), self._with_signature("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """Return the replacement for the model's step `name`, such as "train_step".
-
-        If the user doesn't override the step, or if the engine doesn't split, the replacement is
-        the engine's step. If the user overrides `train_step`, that step runs around the engine's
-        step. Any other overridden step runs unchanged.
-        """
+        """Return the replacement for the model's step `name`, such as "train_step"."""
+        # a user's `train_step` runs around the engine's step, other steps of the user run unchanged
         step = getattr(self.engine, name)
         if not (self.engine.splits and overrides(self.model, name)):
             return step
@@ -108,10 +103,8 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Return a training step like `step` whose graph also records when its rows are available.
-
-        With XLA, nothing is recorded, because XLA has no clock.
-        """
+        """Return `step` with an op in its graph that records when its rows are available."""
+        # XLA has no clock
 
         @functools.wraps(step)
         def note_and_train(data: Any) -> Any:
@@ -122,11 +115,8 @@ class FitHooks:
         return note_and_train
 
     def _timed(self, name: str, method: Any) -> Any:
-        """Return a method like `method` whose duration is recorded under `name`.
-
-        For example, the time for writing files is then recorded as "files", and doesn't count as
-        time between two steps.
-        """
+        """Return `method` with its duration recorded under `name`, such as "files"."""
+        # otherwise the duration would count as time between two steps
 
         @functools.wraps(method)
         def call(*given: Any, **words: Any) -> Any:
@@ -136,10 +126,7 @@ class FitHooks:
         return call
 
     def _with_signature(self, name: str) -> Any:
-        """Return this object's `fit` or `evaluate` with the signature of Keras' method.
-
-        If a call raises an error, the other processes of a group fail, too.
-        """
+        """Return this object's `fit` or `evaluate` with the signature of Keras' method."""
         hook = getattr(self, name)
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
@@ -156,10 +143,10 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make and wrap a train, test or predict function by calling Keras' method `name`.
+        """Make a train, test or predict function by Keras' method `name`, and wrap it.
 
-        With `force`, an existing function is replaced. XLA is disabled if the engine splits batches
-        or doesn't use the first device. Raises RequestError if the engine can't run the model.
+        With `force`, an existing function is replaced. Raises RequestError if the engine can't run
+        the model.
         """
         model = self.model
         if name == "make_train_function":
@@ -178,10 +165,8 @@ class FitHooks:
         return made
 
     def _prepare_training(self) -> None:
-        """Check the compiled model, and give all processes the same weights.
-
-        At the start of a `fit`, callbacks share the weights instead.
-        """
+        """Check the compiled model, and give all processes the same weights."""
+        # at the start of a `fit`, callbacks share the weights
         if self._pass_rows is not None:
             check_passes(self.model, self._pass_rows)
         self.engine.check_step()
@@ -190,10 +175,9 @@ class FitHooks:
         self._starts = False
 
     def _wrap(self, name: str, function: Any) -> Any:
-        """Return Keras' train, test or predict function, wrapped with evener's additions.
+        """Wrap Keras' train, test or predict function with the engine's checks, audits and clocks.
 
-        The additions are the engine's own wrapper, audits and clocks. `name` is the model's
-        attribute for the function, such as "train_function".
+        `name` is the model's attribute for the function, such as "train_function".
         """
         engine = self.engine
         training = name == "train_function"
@@ -238,8 +222,8 @@ class FitHooks:
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """Call `keras.Model.evaluate` with the arguments adapted to the engine.
 
-        The default batch size is the split's global batch. If the split has passes, the default is
-        instead the largest batch that every device can evaluate with one pass for its rows.
+        The default batch size is the split's global batch. For a split with passes, it is the
+        largest batch whose rows every device can evaluate in one pass.
         """
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
@@ -262,16 +246,14 @@ class FitHooks:
             return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def compile_config(self) -> Any:
-        """Return the model's own compile config.
-
-        If `clone_model` calls this, warn that the clone isn't split.
-        """
+        """Return the model's own compile config."""
+        # a clone isn't split
         if any(_is_clone_model(frame) for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """Reduce the model to one that isn't split, for `copy.deepcopy` and `pickle`."""
+        """Return the model in a form without a split, for `copy.deepcopy` and `pickle`."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -297,11 +279,8 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace the arrays of a `fit` with a dataset that doesn't pause between epochs.
-
-        `chosen` are the arguments of `fit`, which are changed. Data that only Keras
-        can batch are left to Keras.
-        """
+        """Replace the arrays in `chosen`, the arguments of `fit`, with a dataset."""
+        # the dataset doesn't pause between epochs; data that only Keras can batch stay as they are
         self.batch = size = check_global_batch(
             chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
         )
@@ -341,19 +320,15 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return batches of `size` rows for evaluation, in the form that the engine's steps accept.
-
-        The second result is the number of batches, which Keras needs as the number of steps.
-        """
+        """Return batches of `size` rows for evaluation, and the number of batches."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch the dataset of a `fit` if it yields single samples.
+        """Batch the dataset in `chosen`, the arguments of `fit`, if it yields single samples.
 
-        `chosen` are the arguments of `fit`, which are changed. Raises RequestError if
-        a group is given a generator.
+        Raises RequestError if a group of processes is given a generator.
         """
         data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
@@ -369,11 +344,9 @@ class FitHooks:
         self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
-        """Convert the validation data of a `fit` to batches in the form that the engine accepts.
+        """Batch the validation data in `chosen`, the arguments of `fit`, for the engine.
 
-        `chosen` are the arguments of `fit`, which are changed. The batch size is
-        `validation_batch_size`. Without it, a plan with passes uses the batch size of `evaluate`,
-        and any other plan uses `size`.
+        `size` is the batch size of a plan without passes, unless `validation_batch_size` is given.
         """
         data = chosen["validation_data"]
         if data is None:
@@ -407,5 +380,5 @@ def _is_clone_model(frame: Any) -> bool:
 
 
 def _inputs(model: Any) -> Any:
-    """Return the model's inputs; None if the model doesn't know them before its first batch."""
+    """Return the model's inputs; None if they aren't known before its first batch."""
     return getattr(model, "inputs", None) if model.built else None

@@ -1,7 +1,7 @@
 """The processes that train one model together.
 
-They sum tensors by all-reduces over NCCL or gRPC, and check that they have the same options and
-data. TensorFlow's MultiWorkerMirroredStrategy is used only to connect the processes.
+They sum tensors by all-reduces over NCCL or gRPC, and check that their options and data agree.
+TensorFlow's MultiWorkerMirroredStrategy is used only to connect them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LARGEST_KEY = (1 << 31) - 1
 class Group:
     """The processes that train one model together.
 
-    `peers` are the addresses of all processes in the order of their ranks, and `rank` is this
-    process's rank. The object must be created before TensorFlow's first operation in the process.
-    Raises RequestError unless each process sees exactly one device.
+    `peers` are the addresses of all processes in rank order. `rank` is this process's rank. Create
+    the group before TensorFlow's first operation in the process. Raises RequestError unless each
+    process sees exactly one device.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -78,9 +78,8 @@ class Group:
         """Return the sums of these tensors over the processes (all-reduce), in a graph or eagerly.
 
         Every process must call this with tensors of the same shapes. Put tensors that are ready
-        early first: if there are many bytes, most of them are summed while the last tensors are
-        still being computed. The last `apart` tensors are summed separately at the end, so that
-        no other sum waits for them.
+        early first, because their sums can then overlap with the computation of the last ones. The
+        last `apart` tensors are summed separately at the end, so that no other sum waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -101,13 +100,10 @@ class Group:
         return sums
 
     def _reduce(self, flat: Any) -> Any:
-        """Return the sum of a vector over the processes.
-
-        The key of the collective is computed from the vector's type and length, so the processes
-        agree on each key only once. The strategy's own all-reduce uses a new key every time, and
-        each new key costs a request to the first process: a sum on two H200 took 1.2 to 1.7 ms with
-        the strategy's all-reduce, and 0.6 ms with this one.
-        """
+        """Return the sum of a vector over the processes."""
+        # The key depends on type and length only, so the processes agree on each key only once. The
+        # strategy's own all-reduce uses a new key every time, and each new key costs a request to
+        # the first process: a sum on two H200 took 1.2 to 1.7 ms with it, and 0.6 ms with this one.
         with tf.device("CPU:0"):
             number = tf.size(flat, tf.int64) * len(KINDS) + KINDS.index(flat.dtype)
             key = tf.cast(number % LARGEST_KEY, tf.int32)
@@ -130,7 +126,7 @@ class Group:
             variable.assign(value)
 
     def share_text(self, text: bytes, rank: int) -> bytes:
-        """Return, in every process, the text of the process with this rank (a collective).
+        """Return the text of the process with this rank, in every process (a collective).
 
         The other processes' `text` is ignored.
         """
@@ -140,7 +136,7 @@ class Group:
         return bytes(self.sum_now([tf.constant(codes)])[0].numpy().tolist())
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the sums of these tensors over the processes immediately, outside any graph."""
+        """Return the sums of these tensors over the processes, outside any graph."""
         given = list(
             tensors
         )  # traced for each set of types and shapes on purpose, without TensorFlow's warning
@@ -150,8 +146,8 @@ class Group:
 def group_from_environment() -> Group | None:
     """Return the group of processes that the variable TF_CONFIG describes.
 
-    Return None if TF_CONFIG isn't set or names fewer than two processes. Raises RequestError if it
-    can't be read.
+    Return None if TF_CONFIG isn't set or names fewer than two processes. Raises RequestError if
+    TF_CONFIG can't be read.
     """
     text = os.environ.get("TF_CONFIG", "")
     if not text:
@@ -167,19 +163,17 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """Return the group of these processes, which all Splits of this process share.
-
-    A second strategy would abort all-reduces that a faster process has already started.
-    """
+    """Return the group of these processes, which all Splits of this process share."""
+    # a second strategy would abort all-reduces that a faster process has already started
     return Group(peers, rank)
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return the addresses of the processes that train, and this process's rank.
+    """Return the addresses of the training processes and this process's rank, given TF_CONFIG.
 
-    `config` is the content of TF_CONFIG. The chief comes first, as in TensorFlow. Raises
-    RequestError if this process isn't in the cluster.
+    Raises RequestError if this process isn't in the cluster.
     """
+    # the chief comes first, as in TensorFlow
     cluster, task = config.get("cluster", {}), config.get("task", {})
     chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
     kind, index = task.get("type", "worker"), int(task.get("index", 0))
@@ -195,11 +189,11 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
-    """Return the index in `active` (the plan's computing shares) of each rank's own share.
+    """Return, for each rank, the index of its share in `active`.
 
-    A process's share is found by its device. If no process knows its device, shares are in the
-    order of TF_CONFIG. Every process must call this (a collective). Raises PlanError, in all
-    processes, unless each share has exactly one process.
+    `active` are the plan's shares that compute rows. A process's share is found by its device. If
+    no process knows its device, the order of TF_CONFIG is used. Every process must call this (a
+    collective). Raises PlanError, in all processes, unless each share has exactly one process.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -218,8 +212,7 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
 def check_options(options: Mapping[str, bool], group: Group) -> None:
     """Raise RequestError, in all processes, if their Splits have different options.
 
-    `options` are the options of this process's Split. Every process of `group` must call this
-    function.
+    `options` are the options of this process's Split. Every process of `group` must call this.
     """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
     said = [each.numpy() for each in group.sum_now(own)]
@@ -246,7 +239,7 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
 
 
 class BatchDigests(NamedTuple):
-    """Hashes of a batch, with which the processes check that they have the same batch."""
+    """Hashes of a batch that show whether all processes have the same batch."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random
@@ -265,10 +258,8 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors.
-
-    To save time, only row 0 of a tensor is hashed if its rows have more than `FEW` elements.
-    """
+    """Return a hash of these tensors."""
+    # to save time, only row 0 of a tensor with long rows
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -284,8 +275,8 @@ def _leaves(data: Any) -> list[Any]:
 def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
     """Check that all processes have the same first batch, number of rows and settings.
 
-    `data` are the arrays and `size` is the batch size. Raises RequestError in every process if any
-    of these differ. Does nothing if `group` is None.
+    `data` are the arrays, and `size` is the batch size. Raises RequestError in every process if
+    they differ. Does nothing if `group` is None.
     """
     if group is None:
         return
@@ -301,9 +292,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError unless `rank` is 0.
+    """Raise RequestError if the data of `rank` differ from rank 0's.
 
-    `rank` is the first rank whose data differ from rank 0's data; it is 0 if there is none.
+    `rank` is 0 if no rank's data differ.
     """
     if rank:
         raise RequestError(

@@ -1,10 +1,9 @@
-"""Failures in a group of processes: if a process fails, the others stop too and report why.
+"""Stop all processes of a group when one of them fails, and report why.
 
-A process that raises an error no longer takes part in the group's collectives, and the others
-would wait for it as long as it runs. Therefore it notifies them through TensorFlow's
-coordination service. If all processes fail, for example because a model is refused, each raises
-its own error and the group stays usable. If only some fail, the collectives of the others are
-aborted with the error's text.
+A process that raises an error leaves the group's collectives, and the others would wait for it
+forever. Therefore it notifies them through TensorFlow's coordination service. If all processes
+fail, for example because a model is refused, each raises its own error, and the group stays usable.
+If only some fail, the collectives of the others are aborted with the error's text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ END = " (evener)"
 
 
 class GroupFailures:
-    """Handles the failures of a group of `size` processes; each process has one such object."""
+    """The failure handling of one process in a group of `size` processes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -38,8 +37,7 @@ class GroupFailures:
     def shared(self) -> Iterator[None]:
         """Return a context in which a failure of this process also stops the other processes.
 
-        If only this process fails, the others' collectives are aborted. Raises DeviceError if
-        another process has failed. Nested contexts do nothing.
+        Raises DeviceError if another process has failed. A nested context does nothing.
         """
         if self._inside:
             yield
@@ -57,10 +55,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Abort the other processes' collectives with the error's text.
-
-        If all processes fail, nothing is aborted, because each process raises its own error.
-        """
+        """Abort the other processes' collectives with the error's text, unless all fail."""
         self._count += 1
         service = context.context()
         try:
@@ -71,10 +66,7 @@ class GroupFailures:
             return  # the service has stopped, because another process has exited
 
     def _all_fail(self, service: Any) -> bool:
-        """Return True if all processes report a failure within `WAIT_S` seconds.
-
-        `service` is TensorFlow's coordination service.
-        """
+        """True if all processes report a failure to `service` within `WAIT_S` seconds."""
         end = time.monotonic() + WAIT_S
         for rank in range(self._size):
             left = max(1, int(1000 * (end - time.monotonic())))
@@ -94,10 +86,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the message about another process's failure that caused this error.
-
-    Return "" if the error has another cause.
-    """
+    """Return another process's failure message if that failure caused this error, otherwise ""."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

@@ -1,6 +1,6 @@
 """Temporary replacement of an object's attributes.
 
-No class is changed, so models that other threads train aren't affected.
+Classes stay as they are, so models in other threads aren't affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
     """Return a context in which the attribute or method `name` of an object has this value.
 
-    Keras doesn't track the value. On exit, the earlier value is restored.
+    Keras doesn't track the value. The earlier value is restored on exit.
     """
     attributes = vars(instance)
     had = name in attributes

@@ -1,6 +1,6 @@
-"""Parts of Keras' own step that every engine uses, and functions that cut and join nested tensors.
+"""The parts of Keras' step that all engines use, and functions that cut and join nested tensors.
 
-The masks and logits that Keras attaches to tensors are cut and joined with the rows.
+Masks and logits that Keras attaches to tensors are cut and joined together with the rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 class OwnRows(NamedTuple):
     """One process's rows of a global batch.
 
-    There is always at least one row. If the process has no rows, this row is a filler: `size` is 0
-    and the row's results are dropped.
+    A process without rows gets one filler row. Then `size` is 0, and the row's results are dropped.
     """
 
     data: Tensors
@@ -36,9 +35,9 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Return the array of a pandas table or column; return any other leaf unchanged.
+    """Return the array of a pandas table or column, or any other leaf unchanged.
 
-    As in Keras, a column gets a second axis.
+    A column gets a second axis, as in Keras.
     """
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
@@ -58,18 +57,18 @@ def count_rows(data: Tensors) -> Any:
 def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
     """Return rows `start` to `stop` of every tensor in nested tensors.
 
-    If that range is empty, return row 0 as a filler (see `widen_if_empty`).
+    For an empty range, return row 0 as a filler (see `widen_if_empty`).
     """
     start, stop = widen_if_empty(start, stop)
     return _map(lambda tensor: _cut(tensor, start, stop), data)
 
 
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
-    """Return the range of rows from `start` to `stop`, or the range of row 0 if it is empty.
+    """Return `start` and `stop`, or (0, 1) if that range of rows is empty.
 
-    An empty replica can abort TensorFlow, so such a filler row is computed instead. The caller
-    drops its results (`take_rows` with 0 rows).
+    The caller drops the results of this filler row.
     """
+    # TensorFlow can abort on a replica without rows
     is_empty = stop <= start
     return tf.where(is_empty, tf.zeros_like(start), start), tf.where(
         is_empty, tf.ones_like(stop), stop
@@ -104,9 +103,9 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a part of a batch with zeros before and after, so that it has `rows` rows.
+    """Pad a part of a batch with zeros so that it has as many `rows` as the batch.
 
-    `start` is the part's first row within the batch.
+    `start` is the index of the part's first row in the batch.
     """
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
@@ -148,10 +147,9 @@ def _map(function: Callable[[Any], Any], data: Tensors) -> Tensors:
 
 
 def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any]], Any]) -> Any:
-    """Attach the combined masks and logits of `sources` to `result`, and return it.
+    """Attach the combined masks and logits of `sources` to `result`, and return `result`.
 
-    Keras stores masks and logits as attributes of tensors. They are combined
-    only if all sources have them.
+    Masks or logits that some source lacks are left out.
     """
     masks = [getattr(source, "_keras_mask", None) for source in sources]
     if all(mask is not None for mask in masks):
@@ -163,7 +161,7 @@ def _with_marks(result: Any, sources: Sequence[Any], combine: Callable[[list[Any
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return the logits from which a softmax or sigmoid was computed; None for other tensors.
+    """Return the logits behind a softmax or sigmoid; None for other tensors.
 
     Keras computes a crossentropy from the logits if it finds them.
     """
@@ -181,10 +179,9 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Return a context for calls of the model that are a part of an engine's step.
+    """Return a context for calls of the model within an engine's step.
 
-    In this context, `warn_of_own_loop` doesn't mistake them for calls of a training loop that the
-    user wrote.
+    Outside this context, `warn_of_own_loop` takes a call for the user's own training loop.
     """
     token = in_step.set(True)
     try:
@@ -202,8 +199,8 @@ def build_model(model: Any, x: Tensors) -> None:
 def call_once(model: Any, x: Tensors) -> Tensors:
     """Return the model's outputs for row 0, without changing any variable.
 
-    If the model can't compute a single row, for example because the rows are the nodes of one
-    graph, return the outputs for all rows.
+    If the model can't compute a single row, return the outputs for all rows. An example is a model
+    whose rows are the nodes of one graph.
     """
     try:
         with keras.StatelessScope():
@@ -243,10 +240,9 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model's weights are `copies`, and its states have the values in `states`.
+    """A scope in which a model uses `copies` as its weights, and the given values as its states.
 
-    Assignments stay within the scope. `others` are the assigned variables that are neither weights
-    nor among these states.
+    Assignments stay within the scope. `others` has assigned variables that aren't the model's.
     """
 
     def __init__(
@@ -281,8 +277,8 @@ def call_on_copies(
 ) -> tuple[Tensors, list[Any], list[Any], CopiesScope]:
     """Call the model with these copies of its weights and these values of its states.
 
-    Return the outputs, the losses that layers added, the regularizers' losses, and the scope, which
-    has the values that the call assigned. Raises RequestError if the call assigned weights.
+    Return the outputs, the layers' losses, the regularizers' losses, and the scope with the values
+    that the call assigned. Raises RequestError if the call assigned weights.
     """
     with CopiesScope(model, copies, states) as scope:
         outputs, added, regularizers = call_in_scope(model, x, training)
@@ -298,10 +294,8 @@ def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split the losses of a call into the layers' losses and the regularizers' losses.
-
-    Keras lists the regularizers' losses last.
-    """
+    """Split the losses of a call into the layers' losses and the regularizers' losses."""
+    # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
     )
@@ -318,9 +312,9 @@ def loss_with(
     weight: Any,
     training: bool,
 ) -> Any:
-    """Return the model's loss on (x, y, outputs, weight), with `added` as the layers' losses.
+    """Return the model's loss on (x, y, outputs, weight).
 
-    `added` replaces `model.losses`, unless it is empty.
+    Unless it is empty, `added` replaces the losses of the layers (`model.losses`).
     """
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty
@@ -343,13 +337,14 @@ def part_of_loss(
 ) -> Any:
     """Return how much the rows in `batch` contribute to the whole batch's loss.
 
-    `batch` is (x, y, outputs, weight). `losses` are the losses that layers added, then the
-    regularizers' losses. `found` says how the losses of parts combine.
+    - `batch`: (x, y, outputs, weight).
+    - `losses`: the losses that layers added, then the regularizers' losses.
+    - `found`: how the losses of parts combine.
+    - `parts`: the weights of `losses` and of the model's own loss. The first is this part's
+      fraction of the rows. The second is its fraction of what the own loss is a mean over, such as
+      tokens.
 
-    `parts` has two fractions of the whole batch. The first is the fraction of its rows, by which
-    `losses` are weighted. The second is the fraction of its tokens, or of whatever else the model's
-    own loss is a mean over; it weights the own loss. Both fractions are 0 for a filler row, because
-    the loss of an empty batch may be NaN.
+    Both weights are 0 for a filler row.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -361,7 +356,7 @@ def part_of_loss(
 def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: bool) -> Any:
     """Return the model's own loss on `batch`, which is (x, y, outputs, weight).
 
-    It doesn't include `losses`, the losses of the model's layers.
+    The layers' `losses` aren't included.
     """
     x, y, outputs, weight = batch
     nothing = [tf.zeros([], losses[0].dtype)] if losses else []
@@ -369,9 +364,9 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on a fraction `part` of the rows contributes to the whole loss.
+    """Return what a layer's loss on the fraction `part` of the rows adds to the whole batch's loss.
 
-    `kind` describes how the parts' losses combine, and `dtype` is the type of the result.
+    `kind` says how the losses of parts combine. The result has the type `dtype`.
     """
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
@@ -379,8 +374,7 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 def scale_loss(model: Any, loss: Any) -> Any:
     """Scale the loss as the optimizer does for float16, but by a smaller factor.
 
-    The gradients of parts can be larger than their sum, so without this headroom they could
-    overflow.
+    The gradients of parts can be larger than their sum, and would overflow without this headroom.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
@@ -388,7 +382,7 @@ def scale_loss(model: Any, loss: Any) -> Any:
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
     """Update the trainable weights with the summed gradients of the loss from `scale_loss`.
 
-    The sums overflow if and only if the gradients on one device would.
+    The sums overflow exactly when the gradients of the whole batch on one device would overflow.
     """
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
@@ -407,9 +401,9 @@ def _headroom(model: Any) -> float:
 
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Undo the division by the headroom in `scale_loss`, for one gradient.
+    """Undo, for one gradient, the division by the headroom in `scale_loss`.
 
-    With `is_half`, the elements of a dense gradient that overflow in float16 become NaN.
+    With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
     """
     if gradient is None:
         return None
@@ -428,8 +422,8 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Update Keras' loss tracker and the model's metrics, and return the logs.
 
-    `loss` is a mean over `rows`. Raises RequestError if `compute_metrics` reads a tensor of one
-    pass from an attribute.
+    `loss` is a mean over `rows`. Raises RequestError if `compute_metrics` reads an attribute that
+    holds a tensor of one pass.
     """
     model._loss_tracker.update_state(loss, sample_weight=rows)
     try:

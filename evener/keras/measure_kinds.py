@@ -1,10 +1,9 @@
-"""Measure how losses, states and attributes of a batch's parts combine into the whole batch's.
+"""Measure how the losses, states and attributes of a batch's parts combine.
 
-The result is a kind for each of them (see `part_kinds.py`). An engine combines the results of its
-devices' own rows, so it has to know whether a loss is a mean over rows, a mean over tokens or a
-sum. Before the first step, a few rows of its batch go through Keras' own step, together and in
-two unequal parts, in a graph without side effects. This module doesn't check whether the
-combination is exact; audits do.
+An engine combines results of its devices' own rows. So it has to know whether a loss is a mean over
+rows, a mean over tokens or a sum (its kind, see `part_kinds.py`). Before the first step, Keras' own
+step computes a few rows, first together and then in two unequal parts. It runs in a graph without
+side effects. Audits check whether the combination is exact; this module doesn't.
 """
 
 from __future__ import annotations
@@ -75,10 +74,12 @@ def measure_first(
 ) -> Callable[[Any], Any]:
     """Return a function like `run` that first measures how the results of a batch's parts combine.
 
-    The measurement uses the first batch. It shows whether losses and states are sums, means or
-    neither, and the engine stores the result. `run` is Keras' train function, or its test function
-    if `training` is False. `plain` are Keras' own steps on one device, and `audited` is True if
-    steps are audited. Raises RequestError if the engine can't combine such a loss.
+    - `run`: Keras' train function, or its test function if `training` is False.
+    - `plain`: Keras' own steps on one device.
+    - `audited`: True if steps are audited.
+
+    The measurement uses the first batch, and the engine stores its result. Raises RequestError if
+    the engine can't combine such a loss.
     """
     is_first = True
 
@@ -99,10 +100,10 @@ def measure_batch(
 ) -> None:
     """Measure how the results of a batch's parts combine, and store the kinds in `engine.kinds`.
 
-    `first` is the batch. In a group, the process with the largest share measures for all of them.
-    If steps are `audited`, the other processes trace Keras' own step meanwhile, because their
-    audits need it. Raises RequestError if the engine can't combine a loss of this kind.
+    `first` is the batch. In a group, only the process with the largest share measures. Raises
+    RequestError if the engine can't combine a loss of this kind.
     """
+    # audits of the other processes need Keras' own step, so they trace it meanwhile
     model, group = engine.model, engine.group
     with tf.device(engine.device), kept_attributes(model):
         data = read_triple(first)
@@ -133,11 +134,8 @@ def measure_batch(
 
 
 def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
-    """Create the variables of optimizer, losses and metrics from rows of (x, y, weight).
-
-    They must exist before a step is traced, because TensorFlow would trace it twice
-    if the step created variables.
-    """
+    """Create the variables of optimizer, losses and metrics, given `data` as (x, y, weight)."""
+    # TensorFlow traces a step twice if the step creates variables
     if training and not model.optimizer.built and model.trainable_variables:
         model.optimizer.build(model.trainable_variables)
     x, y, _ = data
@@ -152,10 +150,10 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Return how results combine (their kinds), measured on a few rows and on two parts of them.
+    """Measure how the results of parts combine, using a few rows and two parts of these rows.
 
     `data` is the batch with these rows, and `step` is Keras' own step. `partial` is True if each
-    part of a batch has its own loss, so that the loss has to be measured too.
+    part has its own loss; then the loss is measured, too.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -176,18 +174,15 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return the given row and a second one, whose floating-point values are half as large.
-
-    Parts of a batch can't be measured on a single row.
-    """
+    """Return the row and a second one, whose floating-point values are half as large."""
+    # parts can't be measured on a single row
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
 class Measured(NamedTuple):
-    """The results of Keras' own step on a few rows together, then on parts of these rows.
+    """The results of Keras' own step on a few rows together, and on parts of these rows.
 
-    Comparing them shows the kind of a loss or state: whether it is a sum, a mean over rows, and so
-    on.
+    Comparing them shows whether a loss or state is a sum, a mean over rows, and so on (its kind).
     """
 
     model: Any
@@ -197,12 +192,9 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return the kind of each loss that layers add.
-
-        A loss of 0 reveals nothing. Its coefficient may start from 0, or the loss may not concern
-        any of these rows. Such a loss is measured again, first with nonzero values of the variables
-        and then with other weights and inputs.
-        """
+        """Return the kind of each loss that layers add."""
+        # A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern these
+        # rows. It is measured again with nonzero variables, then with other weights and inputs.
         found = self._read_added(self.results)
         for vary in (self._raise_zeros, self._change_weights):
             if all(any(values) for values in found):
@@ -226,17 +218,11 @@ class Measured(NamedTuple):
         return list(zip(*values, strict=True))
 
     def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
-        """Return new, nonzero values for the variables that are 0, and the rows.
-
-        The values are keyed by variable. The rows are unchanged.
-        """
+        """Return nonzero values for variables that are 0, by variable, and the unchanged rows."""
         return raise_zeros(self.model, self.step)[0], self.every
 
     def _change_weights(self) -> tuple[Values, list[Tensors]]:
-        """Return new values for variables, and the rows with negated inputs.
-
-        The values are those of `_raise_zeros`, with noise added to the weights.
-        """
+        """Return the values of `_raise_zeros` with noise on the weights, and negated inputs."""
         values, _ = self._raise_zeros()
         for number, variable in enumerate(self.model.trainable_variables):
             value = tf.convert_to_tensor(variable)
@@ -245,15 +231,12 @@ class Measured(NamedTuple):
         return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
 
     def find_states(self) -> dict[int, str]:
-        """Return the kind of each state that the step assigns, by the state's index.
+        """Return the kind of each state that the step assigns, by index.
 
-        The index is the state's index in `model.non_trainable_variables`. A kind describes how a
-        state's changes on the parts combine into its change on all rows. Each kind is determined
-        twice: from the current values of the states, and from their values after the first run. If
-        the two results differ, the kind is OTHER. For example, a sum that decays can't be
-        distinguished from a plain sum while it is 0. Changes of BatchNormalization's states are
-        always weighted by rows.
+        The index refers to `model.non_trainable_variables`. The kind says how a state's changes on
+        parts of a batch combine. It is OTHER if measurements from two starting values disagree.
         """
+        # a sum that decays looks like a plain sum while it is 0
         variables = self.model.non_trainable_variables
         keys = {
             place: id(each.value.handle)
@@ -282,8 +265,8 @@ class Measured(NamedTuple):
     def find_attributes(self) -> dict[str, str]:
         """Return the kind of each tensor that a call stores in an attribute, by attribute name.
 
-        Tensors that have an entry per row are left out. The remaining ones are, for example, means
-        over the rows.
+        Tensors with one entry per row are left out. The others are, for example, means over the
+        rows.
         """
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}
@@ -298,12 +281,9 @@ class Measured(NamedTuple):
         return found
 
     def find_loss(self, training: bool) -> str:
-        """Return the kind of the model's loss without the layers' losses; OTHER if no kind fits.
-
-        The rows may not distinguish all kinds. For example, labels without padding don't reveal
-        whether padding counts. Therefore the loss is also computed with changed masks, weights and
-        labels. The result is a kind that fits both the original rows and the changed ones.
-        """
+        """Return the kind of the model's loss without the layers' losses; OTHER if no kind fits."""
+        # The rows may not distinguish all kinds: labels without padding don't show whether padding
+        # counts. So the loss is also computed with changed masks, weights and labels.
         calls = [each.call for each in self.results if each.call is not None]
         now = CallTensors(self.model)
         left: list[str] = []
@@ -320,12 +300,13 @@ class Measured(NamedTuple):
     def _fit_losses(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds of the model's loss that are possible, judging by its values on `batch`.
+        """Return the possible kinds of the model's loss, judging by its values on `batch`.
 
-        A kind, such as a mean over rows or a sum, is possible if it gives the loss of all rows when
-        applied to the losses of their parts. `batch` is (x, y, outputs, weight), and `calls` are
-        the model's calls on all rows and on each part. `training` is True to compute the loss as in
-        training. Return None if the loss can't be computed or isn't finite.
+        A kind is possible if it gives the loss of all rows when applied to the losses of their
+        parts. Return None if the loss can't be computed or isn't finite.
+
+        - `batch`: (x, y, outputs, weight).
+        - `calls`: the model's calls on all rows, then on each part.
         """
         values: list[float] = []
         counts: list[dict[str, float]] = []
@@ -350,7 +331,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return the kind of a state: how its changes on the parts combine into its change on all rows.
+    """Return the kind of a state: how its changes on parts of a batch combine.
 
     `start` is the state's value before the step. `whole` is its value after a step on all rows, and
     `parts` are its values after a step on each part. `sizes` are the parts' numbers of rows.
@@ -371,11 +352,10 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Predict a state's value after the whole batch, once for each kind that it could have.
+    """Predict a state's value after the whole batch for each possible kind.
 
-    `before` is the state's value before the batch. `parts` are its values after each part of the
-    batch, and `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than
-    `near`.
+    `before` is the state's value before the batch. `parts` are its values after each part, and
+    `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than `near`.
     """
     changes = [each - before for each in parts]
     weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
@@ -387,10 +367,7 @@ def _combine(
 
 @contextmanager
 def _leaving_nothing(model: Any) -> Iterator[None]:
-    """Return a context in which a call of the model's loss has no lasting effect.
-
-    On exit, variables, losses and random states are restored.
-    """
+    """Return a context that restores variables, losses and random states on exit."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights
     given = [
@@ -427,9 +404,9 @@ def _negate(leaf: Any) -> Any:
 def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
     """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels.
 
-    `call` is the model's call on the rows. On the unchanged rows, losses of different kinds may
-    have the same value. The changes tell these kinds apart.
+    `call` is the model's call on `rows`.
     """
+    # on the unchanged rows, losses of different kinds may have the same value
     x, y, weight = rows
     outputs = call.outputs
     yield x, y, outputs, weight
@@ -443,16 +420,13 @@ def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[
 
 
 def _ramp(values: Any) -> Any:
-    """Return a factor for each row, growing from 0.1 to 2, with axes that broadcast to `values`."""
+    """Return a factor per row, from 0.1 to 2, with axes that broadcast to `values`."""
     return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return a copy of the labels in which some labels of each row are replaced by `padding`.
-
-    The number of replaced labels differs from row to row. If a row has a single label, every third
-    row's label is replaced.
-    """
+    """Return a copy of the labels in which a varying number of labels per row is `padding`."""
+    # of rows with a single label, every third one
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
@@ -460,10 +434,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return a copy of the outputs whose masks select a different number of steps in each row.
-
-    The first row keeps its first step, the second row its first two, and so on.
-    """
+    """Return a copy of the outputs whose masks select 1 step of row 0, 2 of row 1, and so on."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

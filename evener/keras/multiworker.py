@@ -1,10 +1,10 @@
-"""Engine multiworker: one process per device, and each process computes its own rows.
+"""The engine `multiworker`: one process per device, and each process computes its own rows.
 
-Gradients are summed over the group (all-reduce). Model and optimizer live outside TensorFlow's
-strategy, so that clipping, loss scaling and gradient accumulation act on the gradient of the whole
-batch, as on one device. Outputs are sent together with the gradients, and each process updates its
-metrics with the whole batch, so a metric may use its rows in any way. If the outputs are too large
-for that, each process counts its own rows, and the changes of the metrics' states are summed.
+Gradients are summed over the group (all-reduce). Model and optimizer are outside TensorFlow's
+strategy, so that clipping, loss scaling and gradient accumulation act on the whole batch's
+gradient. Outputs are sent together with the gradients. Each process then updates its metrics with
+the whole batch, so any metric is exact. If the outputs are too large, each process counts its own
+rows, and the changes of the metrics' states are summed.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 class Workers:
     """The engine of one process in a group.
 
-    Its steps accept the process's `OwnRows`, or a whole batch, from which they cut these rows.
-    `cut` is how a batch is divided, and `rebalancing` changes the cut during training. Without
-    `rebalancing`, the shares are fixed. `device` is the device's name in messages.
+    - `cut`: how a batch is divided.
+    - `rebalancing`: changes the cut during training; None for fixed shares.
+    - `device`: the device's name in messages.
+
+    Its steps accept the process's `OwnRows`, or a whole batch.
     """
 
     name = "multiworker"
@@ -133,7 +135,7 @@ class Workers:
     def check_test_step(self) -> None:
         """Raise RequestError if the model overrides `test_step`.
 
-        Such a step would get a process's own rows as if they were the whole batch.
+        Such a step would take a process's own rows for the whole batch.
         """
         check_test_step(self.model)
 
@@ -142,11 +144,8 @@ class Workers:
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return replacements for methods of the model.
-
-        `train_on_batch` and `test_on_batch` create the weights first, so that the processes can
-        share them; `save` and `save_weights` replace files atomically.
-        """
+        """Return replacements for methods of the model, by method name."""
+        # the processes can share weights only if they exist before the first batch
         model, rank = self.model, self.group.rank
         return {
             "train_on_batch": functools.partial(self._on_batch, "train_on_batch"),
@@ -156,7 +155,7 @@ class Workers:
         }
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call Keras' method `name`; create the model's weights from x first, if necessary."""
+        """Call Keras' method `name`, after creating the model's weights from x if necessary."""
         with self.sharing_failures():
             self.build(x)
             return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
@@ -164,8 +163,9 @@ class Workers:
     def build(self, x: Any) -> None:
         """Create the weights of a model that would otherwise create them from its first batch.
 
-        `x` is the data of a `fit`. The processes can then share the weights before that batch.
+        `x` is the data of a `fit`.
         """
+        # the processes can share the weights only if they exist
         if self.model.built:
             return
         if isinstance(x, tf.data.Dataset):
@@ -191,10 +191,9 @@ class Workers:
         return int(self.group.sum_now([drawn])[0])
 
     def begin_fit(self, callbacks: Any) -> list[Any]:
-        """Prepare for a `fit` and return its callbacks.
+        """Prepare for a `fit`, and return its callbacks.
 
-        After the first steps of the `fit`, the processes' data are compared. The callbacks make all
-        processes start, save and stop together.
+        The callbacks make all processes start, save and stop together.
         """
         self.unchecked = True
         self._forget_data()
@@ -208,7 +207,7 @@ class Workers:
         self.group.share_weights([each.value for each in variables])
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each process's compute time (own work) and its time waiting for the others.
+        """Return each process's compute time (own work) and the time it waited for the others.
 
         The result is empty before the first step.
         """
@@ -228,9 +227,9 @@ class Workers:
     def around_training(self, run: Steps) -> Steps:
         """Return a function that runs Keras' train function `run` with evener's checks around it.
 
-        With passes, a `SurvivingStep` replaces `run`. The function compares the processes' data
-        after the first steps, and with `rebalance` it may change the shares. Raises DeviceError if
-        memory runs out and there are no passes.
+        It compares the processes' data after the first steps. With `rebalance`, it may change the
+        shares. With passes, a `SurvivingStep` replaces `run`. Without passes, running out of memory
+        raises DeviceError.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -262,19 +261,16 @@ class Workers:
         return train_and_check
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that runs Keras' test function `run` for one batch at a time.
-
-        Keras may run several steps as a loop in one graph, whose all-reduces TensorFlow would
-        confuse with each other.
-        """
+        """Return a function that runs Keras' test function `run` on one batch at a time."""
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run as many steps as Keras runs in one call, one at a time; return the last step's logs.
+        """Run the steps of one Keras call one at a time, and return the last step's logs.
 
-        Keras would run these steps as a loop in one graph, whose all-reduces TensorFlow would
-        confuse with each other. Raises StopIteration if there is no batch.
+        Raises StopIteration if there is no batch.
         """
+        # Keras would run the steps as a loop in one graph, whose all-reduces TensorFlow would
+        # confuse
         steps = self.model.steps_per_execution
         if steps == 1:
             return run(batches)
@@ -292,9 +288,8 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
-        Labels are compared. Inputs may differ, because each process may augment its inputs at
-        random. Therefore inputs are compared only at the end of an epoch, and only if the labels of
-        the whole epoch can't distinguish rows, for example because all labels are 1.
+        Labels are compared. Inputs may differ by random augmentation. They are compared only at the
+        end of an epoch, and only if its labels don't distinguish rows (for example, all are 1).
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -319,7 +314,7 @@ class Workers:
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Train on this process's rows, and update the weights with the whole batch's gradient.
 
-        The logs are those of `keras.Model.train_step` on the whole batch.
+        Return the logs of `keras.Model.train_step` for the whole batch.
         """
         if self.cut.in_passes:
             return SurvivingStep(self, None, self.note_retreat).as_one(data)
@@ -332,10 +327,12 @@ class Workers:
     def finish_passes(
         self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
     ) -> dict[str, Any]:
-        """Finish a step whose passes are done, and return its logs.
+        """Finish a step after its passes, and return its logs.
 
-        `data` is the batch. `before` has the values of states before the passes, by the states'
-        ids. `began` is the time at which the step began, and `result` has the sums over the passes.
+        - `data`: the batch.
+        - `before`: the states' values before the passes, by the states' ids.
+        - `began`: when the step began, Unix time.
+        - `result`: the sums over the passes.
         """
         own = self.own_rows(data)
         digest = _digest(data)
@@ -354,11 +351,12 @@ class Workers:
         result: PassSums,
         starts: list[Any],
     ) -> dict[str, Any]:
-        """Finish a step: sum over the processes, update weights and states, and return the logs.
+        """Sum over the processes, update weights and states, and return the step's logs.
 
-        `own` are this process's rows, and `result` their gradients, loss and states. `digest`
-        identifies the whole batch, and `began` is the time at which the step began. `starts` are
-        the values that the states in `result.updates` had before the step.
+        - `own`: this process's rows; `result` has their gradients, loss and states.
+        - `digest`: identifies the whole batch.
+        - `began`: when the step began, Unix time.
+        - `starts`: the values before the step of the states in `result.updates`.
         """
         part = _part(own)
         changes = [
@@ -372,8 +370,7 @@ class Workers:
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows, and return the results.
 
-        For the states whose changes are summed over all processes, also return their values before
-        the step.
+        The second result has the values before the step of the states that all processes change.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -401,8 +398,8 @@ class Workers:
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
         """Return this process's contribution to the whole batch's loss.
 
-        The contributions of all processes add up to the loss. `batch` is (x, y, outputs,
-        weight) of this process's rows.
+        The contributions of all processes add up to the loss. `batch` is (x, y, outputs, weight) of
+        this process's rows.
         """
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
@@ -424,9 +421,11 @@ class Workers:
     ) -> tuple[list[Any], Any]:
         """Sum the results of the processes, and update weights and states.
 
-        `changes` has (value before the step, change by this process's rows) for each state in
-        `result.updates`. `sent` are tensors that the metrics need. Return the sums of `sent` over
-        the processes, and the loss of the whole batch.
+        - `changes`: (value before the step, change by this process's rows) per state in
+          `result.updates`.
+        - `sent`: tensors that the metrics need.
+
+        Return the sums of `sent` over the processes, and the loss of the whole batch.
         """
         gradients = result.gradients
         if tf.executing_eagerly():
@@ -453,10 +452,10 @@ class Workers:
     ) -> list[Any]:
         """Return the sums of `tensors` over the processes, and record all compute times.
 
-        The processes' compute times and the digests of their batches are sent in the same
-        collective. For this, they are converted to the data type `kind`. `times` has the time at
-        which this process's step began, and the time at which its tensors were ready.
+        `times` has when this process's step began and when its tensors were ready, in Unix time.
         """
+        # compute times and batch digests travel in the same collective, converted to the type
+        # `kind`
         began, ready = times
         labels = 0 if digest is None else digest.labels
         inputs = 0 if digest is None else digest.inputs
@@ -509,9 +508,9 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return the digests of a whole batch, to check that all processes have the same batch.
+    """Return the digests of a whole batch, to compare them among processes.
 
-    Return None for `OwnRows`, because they come from a batch that is the same in all processes.
+    Return None for `OwnRows`, which come from a batch that is the same in all processes.
     """
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
@@ -531,7 +530,7 @@ FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
 def _first_rows(array: Any) -> Any:
-    """Return the first rows as a tensor; tensors that aren't dense are returned unchanged."""
+    """Return the first rows of an array as a tensor; return sparse or ragged tensors unchanged."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
         return array
     return tf.convert_to_tensor(array[:FEW_ROWS])
@@ -543,10 +542,11 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 class StepMetrics:
     """The metrics of one step in which this process computes a part of the batch's rows.
 
-    Create this object before the model is called on these rows, because the object reads the
-    metrics' states. This process computes `size` of the `rows` rows, from row `start` on. If states
-    have already changed in this step, `before` has the values that they had before the step, by the
-    states' ids.
+    Create this object before the model is called, because it reads the metrics' states.
+
+    - `start`, `size`: index of this process's first row, and its number of rows.
+    - `rows`: number of rows of the whole batch.
+    - `before`: states' values before the step, by the states' ids, for states that already changed.
     """
 
     def __init__(
@@ -563,12 +563,11 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """Return the tensors that this process sends for the metrics.
+        """Return the tensors that this process sends for the metrics; `finish` needs their sums.
 
-        `finish` takes their sums over the processes. The tensors are the outputs (padded with zeros
-        to the whole batch), how this process's rows changed the metrics' states, and the losses of
-        single outputs. If the outputs are too large to send, the compiled metrics count this
-        process's rows now, and the changes of their states are sent instead of the outputs.
+        They are the outputs, padded with zeros to the whole batch, the changes of the metrics'
+        states, and the losses of single outputs. If the outputs are too large to send, the changes
+        of the compiled metrics replace them.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
@@ -597,8 +596,8 @@ class StepMetrics:
     def finish(self, sums: Sequence[Any], loss: Any, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """Update the metrics with the whole batch, and return the logs.
 
-        `sums` are the sums over the processes of the tensors that `own` returned, and `loss` is the
-        loss of the whole batch. `x`, `y` and `weight` are the whole batch.
+        `sums` are the tensors that `own` returned, summed over the processes. `loss` is the loss of
+        the whole batch, and `x`, `y` and `weight` are the whole batch.
         """
         left = iter(sums)
         sent = [next(left) for _ in _leaves(self._outputs)]
@@ -624,8 +623,8 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 def _row_bytes(outputs: Tensors) -> float:
     """Return the number of bytes of one row's outputs.
 
-    It is infinite if the outputs can't be summed over processes, for example
-    because their size is unknown.
+    The result is infinite if the outputs can't be summed over processes, for example if their size
+    is unknown.
     """
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
@@ -658,10 +657,10 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
 
 @contextmanager
 def whole_statistics(model: Any, group: Group, size: Any) -> Iterator[None]:
-    """Return a context in which BatchNormalization layers see the statistics of the whole batch.
+    """Return a context in which BatchNormalization layers use the statistics of the whole batch.
 
-    This holds for layers with `synchronized=True`, which otherwise see only this process's rows.
-    `size` is the number of these rows; 0 if the process only computes a filler row.
+    This applies to layers with `synchronized=True`. `size` is the number of this process's rows; 0
+    for a filler row.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

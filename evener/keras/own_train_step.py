@@ -1,7 +1,6 @@
-"""Run a model's own (overridden) `train_step` around an engine's step instead of Keras' step.
+"""Run a user's overridden `train_step` around an engine's step instead of Keras' step.
 
-The model's `train_step` must call `super().train_step(data)`;
-typically it adds a value to the logs.
+The user's `train_step` must call `super().train_step(data)`. Typically it adds values to the logs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 class _EngineStep(keras.Model):  # type: ignore[misc]
     """A base class between the user's classes and `keras.Model`.
 
-    Its `train_step` runs the engine's step, and is what the user's `super().train_step` calls.
+    The user's `super().train_step` calls its `train_step`, which runs the engine's step.
     """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -34,9 +33,7 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 def _view(model: Any) -> Any:
     """Return an object like the model, whose `super().train_step` is the engine's step.
 
-    The object and the model share one dictionary of attributes, so an attribute that the step sets
-    on the object is also set on the model. The object's class is created for it, and the model
-    keeps its own class.
+    Both share their attributes, so what the step sets on the object is also set on the model.
     """
     kind = type(model)
     make_class: Any = type(kind)
@@ -47,10 +44,10 @@ def _view(model: Any) -> Any:
 
 
 class OwnTrainStep:
-    """The model's own `train_step` around `step`, the step of an engine.
+    """A user's `train_step` around `step`, the step of an engine, traced as one graph.
 
-    Both are traced as one graph. A call raises RequestError unless `train_step` calls
-    `super().train_step` exactly once, because otherwise its gradients wouldn't be the engine's.
+    A call raises RequestError unless the user's `train_step` calls `super().train_step` exactly
+    once. Otherwise its gradients wouldn't be the engine's.
     """
 
     def __init__(self, model: Any, step: Step) -> None:

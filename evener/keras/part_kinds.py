@@ -1,10 +1,9 @@
-"""How losses, states and attributes of a batch's parts combine into those of the whole batch.
+"""How the losses, states and attributes of a batch's parts combine into the whole batch's.
 
-A kind is the way in which they combine: a mean weighted by rows, a sum, and so on.
-`measure_kinds.py` determines the kinds of a model. With passes, the loss of the whole batch can't
-be computed at once, because the activations of a pass are freed before the next pass runs.
-Processes could exchange outputs, inputs and attributes and compute the loss of all rows, but each
-step would wait for that between its forward and backward pass.
+The kind of a value says how: as a mean weighted by rows, as a sum, and so on. `measure_kinds.py`
+determines a model's kinds. The whole batch's loss can't simply be computed at once: the activations
+of a pass are freed before the next pass, and processes would have to wait for each other between
+their forward and backward passes.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """How losses, states and attributes of a batch's parts combine into those of the whole batch.
+    """How the losses, states and attributes of a batch's parts combine into the whole batch's.
 
-    By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
-    ROWS, SUM, one of COUNTS, or OTHER. `states` has the kind (ROWS, SUM, SAME or OTHER) of each
-    state's change, by its index in `model.non_trainable_variables`. `attributes` has the kind of
-    each tensor that a call stores in an attribute, unless the tensor consists of rows. Values of
-    kind OTHER are combined like ROWS; audits check whether that is exact.
+    - `loss`: kind of the model's own loss: ROWS, SUM, one of COUNTS, or OTHER.
+    - `added`: kinds of the losses that layers add.
+    - `states`: kind of each state's change, by index in `model.non_trainable_variables`.
+    - `attributes`: kind of each tensor that a call stores in an attribute, by name.
+
+    Values of the kind OTHER are combined like ROWS; audits check whether that is exact.
     """
 
     loss: str = ROWS
@@ -43,19 +43,19 @@ class PartKinds(msgspec.Struct, frozen=True):
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """Return the weight of a part's value in the value of the whole batch.
+    """Return the weight of a part's value in the whole batch's value.
 
-    `part` is the part's fraction of the rows, as a tensor. The weight is `part`, but 1 if `kind` is
-    SUM. A filler row has the fraction 0, and always the weight 0.
+    `part` is the part's fraction of the rows, as a tensor. The weight is `part`. For a SUM it is 1,
+    or 0 if `part` is 0 (a filler row).
     """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return how many of each unit, such as unmasked steps, these tensors have, by the unit's name.
+    """Return the number of units of each sort in these tensors, by the unit's name.
 
-    A unit is what a loss may be a mean over. Only units in COUNTS that occur in the tensors are
-    counted. The counts are float64 tensors.
+    A unit is something that a loss may be a mean over, such as unmasked steps. Only units in COUNTS
+    that occur in the tensors are counted. The numbers are float64 tensors.
     """
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
@@ -73,7 +73,7 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 def _spread(weight: Any, mask: Any) -> Any:
     """Return the weights of all steps, with 0 for steps that the mask excludes.
 
-    Without a mask, the weights are returned unchanged.
+    Without a mask, return the weights unchanged.
     """
     if mask is None:
         return weight
@@ -88,9 +88,8 @@ def find_fitting(
     """Return the kinds that explain the value of the whole from the values of its parts.
 
     `counts` maps the name of a unit to its count in each part, such as {"rows": (3, 5), "labels":
-    (20, 61)}. A unit's name is returned if the mean of the parts' values, weighted by these counts,
-    equals `whole` within the relative `rounding`. SUM is returned if the sum of the parts' values
-    equals it.
+    (20, 61)}. A unit fits if the parts' mean, weighted by its counts, equals `whole` within the
+    relative `rounding`. SUM fits if the parts add up to `whole`.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)
@@ -100,11 +99,8 @@ def find_fitting(
 
 
 def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
-    """Return the mean of values, weighted by counts.
-
-    A value with count 0 is ignored, because it is NaN if it is a mean over nothing. If all counts
-    are 0, the result is infinite.
-    """
+    """Return the mean of values, weighted by counts; infinite if all counts are 0."""
+    # a value with count 0 is ignored: it is NaN if it is a mean over nothing
     total = sum(counts)
     if not total:
         return math.inf

@@ -1,9 +1,8 @@
 """Micro-batches (passes) of a device's rows.
 
-The forward and backward pass run on some rows at a time, then gradients and states are combined.
-The loss of a pass is weighted by its rows, or added, so only losses that are means or sums over
-rows are exact. The passes are a loop in the graph, so the device stores the activations of only one
-pass, and one trace serves any number of passes.
+Each pass runs the forward and backward computation on some of the rows. Then gradients and states
+are combined. Losses are exact if they are means or sums over rows. The passes are a loop in the
+graph, so memory holds the activations of one pass, and one trace serves any number of passes.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices dr
 
 
 class StateUpdate(NamedTuple):
-    """A state's value after one device's calls, and how to combine it with other devices' values.
+    """A model state's new value on one device, and how it combines with the other devices' values.
 
     - CHAINED: the last device's value is used.
-    - ADDED: the value is an increment of the state.
-    - AVERAGED: changes are averaged by rows, for example the loss of one of several outputs.
-    - ROWS, SUM and SAME: as measured for this model (see `part_kinds.py`).
+    - ADDED: the values are increments, which are added to the state.
+    - AVERAGED: the changes are averaged by rows.
+    - ROWS, SUM, SAME: as measured for this model (see `part_kinds.py`).
     """
 
     state: Any
@@ -51,11 +50,10 @@ class StateUpdate(NamedTuple):
 class StepStates:
     """The states of a model during the calls of one step.
 
-    Seeds differ by device, so that no two devices draw the same random numbers. Metrics inside
-    layers count the rows of all devices. Without passes, each device's call therefore continues
-    from the values that the metrics have after the previous device's call. With passes, each call
-    starts from 0, and the counts are added. `found` says how devices' values of other states
-    combine.
+    `found` says how devices' values of the measured states combine. Seeds differ by device, so that
+    no two devices draw the same random numbers. Metrics inside layers count the rows of all
+    devices: without passes, each device continues from the previous device's values; with passes,
+    each starts from 0 and the counts are added.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -72,8 +70,8 @@ class StepStates:
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
         """Return (state, value) for every state, with the value from which a device's call starts.
 
-        `device` is the device's number. With `apart`, metrics start from 0 instead of from
-        the previous device's value.
+        `device` is the device's index. With `apart`, metrics start from 0 instead of the previous
+        device's values.
         """
         starts = []
         for state in self._variables:
@@ -87,10 +85,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return how the state changes for the whole batch, given its value on one device.
-
-        `value` is the state's value after the last pass of that device.
-        """
+        """Return the state's update, given its value after the last pass of one device."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
@@ -106,12 +101,11 @@ class StepStates:
     ) -> Any:
         """Return a state's accumulated value after another pass.
 
-        - `before` is the accumulated value before the pass.
-        - `start` is the value from which the pass started. Unless each pass continues from the
-          previous one (CHAINED), it is the same for all passes.
-        - `new` is the value that the pass assigned.
-        - `part` is the pass's fraction of the device's rows.
-        - `first` is True for the first pass.
+        - `before`: the accumulated value before the pass.
+        - `start`: the value from which the pass started.
+        - `new`: the value that the pass assigned.
+        - `part`: the pass's fraction of the device's rows.
+        - `first`: True for the first pass.
         """
         if self._counts(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row
@@ -131,11 +125,10 @@ class StepStates:
     def collect_updates(
         self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any
     ) -> list[StateUpdate]:
-        """Return the updates of the states that a device's call has assigned in `scope`.
+        """Return the updates of the states that a device's only call assigned in `scope`.
 
-        This is for steps without passes, in which a device makes a single call. `starts` are the
-        states with their values before the call. If `size` is 0, the call was on a filler row,
-        which metrics don't count.
+        `starts` are the states with their values before the call. With `size` 0, the call was on a
+        filler row, which metrics don't count.
         """
         found = []
         for state, begin in starts:
@@ -151,11 +144,10 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Assign the states that the calls of all devices updated.
+    """Combine the devices' updates of each state, and assign the result to the state.
 
-    `calls` has, for each call, its fraction of the rows and its updates. Changes of averaged states
-    are averaged by rows, and changes of summed states are summed. A chained state gets the value of
-    the last call, and any other state gets the value of the first call.
+    `calls` has, for each device's call, its fraction of the rows and its updates. An update's kind
+    says how it is combined (see `StateUpdate`). A SAME state gets the first call's value.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -175,14 +167,14 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state of this kind gets a part of its change from each device."""
+    """True if every device contributes to the change of a state of this kind."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return how much one device contributes to the change of a state for which `adds_up` is True.
+    """Return one device's contribution to a state's change, if `adds_up` is True for its kind.
 
-    `start` is the state's value before the step, and `part` the device's fraction of the rows.
+    `start` is the state's value before the step. `part` is the device's fraction of the rows.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
@@ -190,10 +182,9 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
     """Return how several devices' values of each state are combined, by the state's id.
 
-    `found` has the kinds that were measured for some states. Other states are averaged by rows if
-    they are floating-point numbers; otherwise they are assumed to be the same on all devices. The
-    state of a random generator gets the last device's value. In `draws_alike`, it is the same on
-    all devices.
+    `found` has the measured kinds. Of the other states, floating-point numbers are averaged by
+    rows, and the rest is assumed to be the same on all devices. A random generator gets the last
+    device's state, but in `draws_alike` its state is the same on all devices.
     """
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
@@ -203,7 +194,7 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """True if the variable is the state of a random number generator of Keras."""
+    """True if the variable is the state of a Keras random number generator."""
     return bool(state.name == SEED_NAME)
 
 
@@ -221,9 +212,11 @@ class PassSums(NamedTuple):
 class DevicePasses:
     """Runs the passes of the device with index `number` in this process.
 
-    `data` is the device's (x, y, weight), `size` the number of its rows without filler rows, and
-    `rows` the number of rows in the whole batch. `found` says how losses and states of passes
-    combine, and `variables` are the model's plain variables, which are reset before each pass.
+    - `data`: the device's (x, y, weight).
+    - `size`: number of its rows without filler rows.
+    - `rows`: number of rows in the whole batch.
+    - `found`: how losses and states of passes combine.
+    - `variables`: the model's plain variables, which are reset before each pass.
     """
 
     def __init__(
@@ -253,7 +246,7 @@ class DevicePasses:
     def run(self, passes: Any) -> PassSums:
         """Run `passes` passes of nearly equal size one after another, and return their sums.
 
-        At least one pass runs. A device without rows runs it on a filler row, which doesn't count.
+        A device without rows runs one pass on a filler row, which doesn't count.
         """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
@@ -342,9 +335,9 @@ class DevicePasses:
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return the states with the values that a pass starts from.
+        """Return (state, starting value) for a pass.
 
-        `values` are the values after the previous passes.
+        `values` are the states' values after the previous passes.
         """
         pairs = zip(self._starts, values, strict=True)
         return [
@@ -355,10 +348,11 @@ class DevicePasses:
     def _note(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
-        """Return the values of the states after a pass of `count` rows from row `start` on.
+        """Return the states' values after a pass of `count` rows that begins at row `start`.
 
-        `values` are the states' values after the previous passes. `states` are pairs of a state and
-        the value from which this pass started. `scope` has the values that this pass assigned.
+        - `values`: the states' values after the previous passes.
+        - `states`: pairs of a state and the value from which this pass started.
+        - `scope`: has the values that this pass assigned.
         """
         part, after = count / tf.maximum(self._size, 1), []
         for value, (state, begin) in zip(values, states, strict=True):
