@@ -10,8 +10,8 @@ from typing import Any
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module-level `__getattr__` that imports the names of a package on first use.
 
-    `package` is the package's name, and `homes` maps each name to the module that defines it. The
-    returned function raises AttributeError for any other name.
+    `homes` maps each name of `package` to the module that defines it. The returned function raises
+    AttributeError for other names.
     """
 
     def find(name: str) -> Any:

@@ -1,10 +1,10 @@
 """Train with a plan in Lightning: pass `strategy=split.strategy()` to the trainer.
 
-The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. Each batch
-of the trainer is this rank's share of a global batch, so the trainer's batch indices count global
+The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. The
+trainer's batches are this rank's shares of the global batches, so its batch indices count global
 batches. The strategy weights the loss before the backward pass, in automatic and in manual
-optimization. A share that doesn't fit in memory is cut into passes. Every rank has the same number
-of passes, because ranks communicate in each pass that logs a metric.
+optimization. A share that doesn't fit in memory is cut into passes. All ranks have the same number
+of passes, because they communicate in each pass that logs a metric.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ except ImportError as error:
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares, created by `Split.strategy`.
 
-    `passes` is the number of passes per batch, `count` and `check` are the arguments of
-    `Split.strategy`, and `options` are passed to DDPStrategy. `loaders_in_checkpoints` is True if
-    checkpoints contain the loader's position.
+    - `passes`: number of passes per batch.
+    - `count`, `check`: the arguments of `Split.strategy`.
+    - `options`: passed to DDPStrategy.
+    - `loaders_in_checkpoints`: True if checkpoints contain the loader's position.
     """
 
     loaders_in_checkpoints = True
@@ -74,9 +75,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         """Set the PlannedTraining and its options, and reset the strategy's state.
 
-        The arguments are described by the class. `__init__` calls this method, and so does code
-        that creates a strategy without calling `__init__`.
+        See the class for the arguments.
         """
+        # also called by code that creates a strategy without `__init__`
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
         self._audit = ModuleAudit(self)
@@ -122,8 +123,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> StepLoader:
         """Return the loader of this rank's training data.
 
-        `rows` is the sampler of this rank's rows in each global batch, and `options` are passed to
-        DataLoader.
+        `rows` samples this rank's rows of each global batch. `options` are passed to DataLoader.
         """
         loader = StepLoader(
             dataset,
@@ -152,8 +152,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _end_batch(self) -> None:
         """End the previous step when the trainer requests its next batch.
 
-        Raises RequestError if the trainer uses another strategy, because losses would then not be
-        weighted.
+        Raises RequestError if the trainer uses another strategy, which wouldn't weight losses.
         """
         if not self.trains:
             raise _other_strategy()
@@ -175,8 +174,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def prepare_metrics(self) -> None:
         """Create the object that reduces logged metrics over ranks and passes.
 
-        Also set the check for a pass that ran out of memory. It decides whether the pass may be
-        retried in parts.
+        Also set the check that decides whether a pass that ran out of memory may be cut.
         """
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
@@ -185,10 +183,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
-        """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce.
-
-        DistributedDataParallel's all-reduce can't be resumed after an error.
-        """
+        """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce."""
+        # the latter can't be resumed after an error
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.exchange_gradients(self.model)
@@ -199,12 +195,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _rendezvous_on_hosts(self) -> None:
         """Make the first rank tell the others, before each batch, whether it has received SIGTERM.
 
-        The ranks meet over gloo, on their hosts, so that Lightning's loop doesn't wait for its GPU.
-        Lightning's own handler for SIGTERM would synchronize with the other ranks immediately,
-        while they may be in a step's all-reduce. The handler installed here only records the
-        signal. If only one rank receives SIGTERM, and it isn't the first rank, that rank stops by
-        itself one batch later.
+        A SIGTERM to another rank alone stops that rank one batch later.
         """
+        # Lightning's own handler would synchronize with the other ranks immediately, while they may
+        # be in a step's all-reduce; the one installed here only records the signal. The ranks meet
+        # over gloo, on their hosts, so that Lightning's loop doesn't wait for its GPU.
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
             self._trainer,
@@ -262,8 +257,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def on_train_start(self) -> None:
         """Check loaders and optimizers before the first step, once they exist.
 
-        Raises RequestError if training data don't come from one `split.loader`, if training_step
-        fetches batches itself, or if LBFGS or a learning-rate finder is used with several passes.
+        Raises RequestError if training data don't come from one `split.loader`, or if training_step
+        fetches batches itself. Also raises it if LBFGS or a learning-rate finder is used with
+        several passes.
         """
         self._note_searches()
         given = private.loaders(self._trainer.fit_loop)
@@ -299,26 +295,19 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if LBFGS or a learning-rate finder is used; both decide by the value of the loss.
-
-        All ranks must then see the same loss, so that they make the same decisions.
-        """
+        """True if LBFGS or a learning-rate finder is used; both decide by the value of the loss."""
+        # all ranks must then see the same loss
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
     def _note_searches(self) -> None:
-        """Forbid dividing a share into passes if LBFGS or a learning-rate finder is used.
-
-        Both need the loss of the whole batch.
-        """
+        """Forbid passes if LBFGS or a learning-rate finder needs the whole batch's loss."""
         if self._searches:
             self._planned.weights.computes_at_once = True
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device as Lightning does.
-
-        If there are several passes, nothing is moved yet: each pass is moved when it is computed.
-        """
+        """Move a batch to the device as Lightning does, unless it is cut into passes."""
+        # passes are moved when they are computed
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -344,7 +333,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
         """Return the passes of this rank's share, with their weights in the global batch's loss.
 
-        `sizes` has the number of rows of each rank. A pass without rows gets one row with weight 0.
+        `sizes` are the ranks' numbers of rows. A pass without rows gets one row with weight 0.
         """
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
@@ -358,10 +347,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._count(part) if part.rows and self._count else 0
 
     def training_step(self, *arguments: Any) -> Any:
-        """Compute the first pass of the batch, and return the module's result for it.
-
-        `backward` computes the other passes, each after the previous pass's memory is freed.
-        """
+        """Compute the first pass of the batch, and return the module's result for it."""
+        # `backward` computes the other passes, each after the previous one's memory is freed
         self._arguments = arguments
         self._metrics.begin()
         again = self._exchanges  # the gradient exchanges whose passes can be retried
@@ -377,7 +364,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def find_difference(self, loader: Any) -> str:
-        """Audit this loader's first batch, to find out if shares would change the gradient.
+        """Audit the loader's first batch, to find out if shares would change the gradient.
 
         Return a message about the difference, or "" if there is none or checks are turned off.
         """
@@ -417,22 +404,21 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return the result of training_step with the global batch's loss in place of this rank's.
+        """Return the result of training_step with the value of the global batch's loss.
 
-        Only the value is replaced: gradients are still computed from this rank's loss. All ranks
-        then see the same value, so code that decides by it makes the same decision on all ranks.
+        Gradients are still computed from this rank's loss.
         """
+        # so that code that decides by the loss decides the same on all ranks
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward passes of the batch.
+        """Run the backward passes of the batch, and the forward passes after the first.
 
-        `closure_loss` is the loss of the first pass. The forward passes of the other passes also
-        run here. Each loss is weighted by its pass's fraction of the batch, so that the mean of the
-        ranks' gradients is the gradient of the global batch. In manual optimization, only one
-        backward pass runs.
+        `closure_loss` is the loss of the first pass. Each loss is weighted by its part of the
+        batch, so that the mean of the ranks' gradients is the global batch's gradient. In manual
+        optimization, only one backward pass runs.
         """
         loss, result = closure_loss, None
         while self._part is not None:
@@ -468,12 +454,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Prepare the gradient exchanges for a backward pass from this loss.
-
-        This is necessary only in manual optimization, in which the backward pass runs within
-        training_step. If DistributedDataParallel sums the gradients, this method does the same as
-        DDPStrategy's.
-        """
+        """Prepare the gradient exchanges for a backward pass from this loss."""
+        # needed only in manual optimization, whose backward pass runs within training_step
         if not self._exchanges:
             super().pre_backward(closure_loss)
         elif not self.lightning_module.automatic_optimization and self._planned.world > 1:
@@ -483,10 +465,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the optimizer's step; before the first one, check that the optimizer's state fits.
+        """Run the optimizer's step, and audit it if an audit is due.
 
-        `closure` computes the batch. After that, the step is audited if an audit is due. Raises
-        DeviceError, before any weight changes, if the optimizer's state won't fit in memory.
+        `closure` computes the batch. Before the first step, raises DeviceError if the optimizer's
+        state won't fit in memory; no weight has changed then.
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times
@@ -512,8 +494,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks as DDPStrategy does.
 
-        Within a pass, the tensor is a logged metric. The result is then the metric over the passes
-        of the global batch that have been computed so far.
+        Within a pass, the tensor is a logged metric. The result then includes the passes of the
+        global batch that have been computed so far.
         """
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)

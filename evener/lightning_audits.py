@@ -1,8 +1,8 @@
 """Audits of a LightningModule: compare training_step's gradients with and without shares.
 
 An audit computes a few rows of the batch. In manual optimization, training_step calls its
-optimizers itself. During an audit, these optimizers do nothing, and the audited losses are the
-arguments of manual_backward.
+optimizers and manual_backward itself. During an audit, these optimizers do nothing, and the losses
+passed to manual_backward are audited.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ModuleAudit:
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
         """Audit the gradients of a step, on rows of the epoch's batch `step`, if an audit is due.
 
-        `loader` is the training loader, and `others` are the arguments of training_step other than
-        the batch. Raises RequestError if the audit finds a difference.
+        `loader` is the training loader. `others` are training_step's arguments after the batch.
+        Raises RequestError if the audit finds a difference.
         """
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
@@ -54,7 +54,7 @@ class ModuleAudit:
     def find_difference(self, loader: Any) -> str:
         """Audit the epoch's first batch before it is trained.
 
-        Return a message if the gradient by shares differs, and "" otherwise.
+        Return a message if shares change the gradient, and "" otherwise.
         """
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found
@@ -93,11 +93,11 @@ class ModuleAudit:
     def _compute_manually(
         self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
     ) -> None:
-        """Run training_step, and give `sketcher` each loss with which it calls manual_backward.
+        """Run training_step, and give `sketcher` each loss that it passes to manual_backward.
 
-        Weights that training_step itself changes are restored. Raises RequestError if training_step
-        never calls manual_backward.
+        Raises RequestError if it never calls manual_backward.
         """
+        # weights that training_step itself changes are restored
         module = self._strategy.lightning_module
         counted = []
 
@@ -126,9 +126,9 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 def _kept_steps(strategy: Any) -> Iterator[None]:
     """Return a context in which no optimizer, schedule or step counter advances.
 
-    Gradients are restored on exit. Raises RequestError if the weights are larger than MOST_BYTES,
-    because the audit copies them.
+    Gradients are restored on exit. Raises RequestError if the weights are larger than MOST_BYTES.
     """
+    # the audit copies them
     weights = _list_weights(strategy.lightning_module)
     if sum(each.nbytes for each in weights) > MOST_BYTES:
         raise RequestError(
@@ -151,7 +151,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the methods by which training_step may advance optimizers and schedules.
 
-    Each item is (object, method name, stub); the stub replaces the method during an audit.
+    Each item is (object, method name, stub), where the stub replaces the method during an audit.
     """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for each in strategy.optimizers:

@@ -38,8 +38,8 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     """Check that the pass `part`, which ran out of memory, may be cut into parts of `rows` rows.
 
-    It may be if the weighted gradients of the parts add up to the gradient of the whole pass.
-    Raises RequestError, on this rank only, if they don't or if an optimizer is LBFGS.
+    Raises RequestError, on this rank only, if the parts' gradients don't add up to the pass's, or
+    if an optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits
@@ -58,10 +58,9 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss of a part's batch as training_step computes it.
+    """Return the loss of a part's batch as training_step computes it; None if it returns None.
 
-    Return None if training_step returns None. `others` are the arguments of training_step other
-    than the batch; by default, they are the arguments for an epoch's first batch.
+    `others` are training_step's arguments after the batch. The default fits an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -115,10 +114,12 @@ Sums = tuple[
 class PassMetrics:
     """Combines the logged metrics of a batch over its passes and over ranks.
 
-    A pass that ran out of memory is computed in several pieces. Ranks reduce each metric once per
-    pass, in its last piece. `reduce` is the strategy's own reduction over ranks, and `timer`
-    excludes the time of reductions from compute time (own work).
+    `reduce` is the strategy's own reduction over ranks. `timer` excludes the time of reductions
+    from compute time (own work).
     """
+
+    # A pass that ran out of memory is computed in pieces. Ranks reduce each metric once per pass,
+    # in its last piece.
 
     def __init__(
         self, module: Any, device: torch.device, reduce: Callable[..., Any], timer: StepTimer
@@ -150,8 +151,8 @@ class PassMetrics:
     def keep(self) -> Callable[[], None]:
         """Save the module's attributes and logged metrics; return a function that restores them.
 
-        Call the returned function before a pass is repeated. It doesn't restore metrics that ranks
-        have already reduced.
+        Call the returned function before a pass is repeated. Metrics that ranks have already
+        reduced aren't restored.
         """
         attributes = keep_attributes(
             self._module, *self._metrics, apart=(own_buffers(self._module),)
@@ -202,8 +203,8 @@ class PassMetrics:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Replace each step metric that isn't reduced over ranks by its mean over the passes.
 
-        Metrics that are reduced over ranks are already means over the passes. `before` has the
-        metrics' values before this pass, so that metrics that the pass didn't log can be skipped.
+        `before` has the metrics' values before this pass. Metrics that the pass didn't log are
+        skipped.
         """
         for name, metric in self._logged.items():
             meta, own = metric.meta, metric._forward_cache
@@ -219,13 +220,11 @@ class PassMetrics:
                 ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """Reduce a metric over all ranks.
+        """Reduce a metric over all ranks; within a pass, include the batch's earlier passes.
 
-        `op` is the name of the reduction, such as "mean", and `group` is the process group. Within
-        a pass, the result also includes the global batch's earlier passes. Integers are reduced in
-        double precision, because Lightning divides by the mean number of rows, and an integer
-        result would be truncated.
+        `op` is the name of the reduction, such as "mean". `group` is the process group.
         """
+        # Lightning divides by the mean number of rows, so a truncated integer would be wrong
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         metric = tensor.double() if whole else tensor
         if self._part is None or op not in _JOINED:
@@ -251,9 +250,9 @@ class PassMetrics:
     ) -> torch.Tensor:
         """Return a metric combined with its values in earlier pieces and passes.
 
-        `key` identifies the metric within a pass, `own` is its value in this piece, and `reduce`
-        reduces a tensor over ranks. If ranks have already reduced the metric in this pass, it isn't
-        reduced again.
+        - `key`: identifies the metric within a pass.
+        - `own`: its value in this piece.
+        - `reduce`: reduces a tensor over ranks, once per pass and metric.
         """
         assert self._part is not None
         if key not in self._reduced:

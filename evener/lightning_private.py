@@ -1,8 +1,8 @@
 """The private attributes and methods of Lightning that evener uses, each with its purpose.
 
-tests/evener/test_lightning_private.py checks each of them, so that it fails first if a new version
-of Lightning changes one. This module doesn't import Lightning, because a program may use it under
-either of two package names: lightning and pytorch_lightning.
+tests/evener/test_lightning_private.py checks each of them, so that a new version of Lightning fails
+there first. This module doesn't import Lightning, which has two names: lightning and
+pytorch_lightning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shares_out_rows(trainer: Any) -> bool:
 
 
 def set_strategy(trainer: Any, strategy: Any) -> None:
-    """Set the strategy of a trainer, and make the wrappers of its optimizers use this strategy."""
+    """Set the strategy of a trainer and of its wrapped optimizers."""
     trainer._accelerator_connector.strategy = strategy
     for each in wrapped_optimizers(strategy):
         each._strategy = weakref.proxy(strategy)
@@ -52,21 +52,21 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 
 
 def logged(loop: Any) -> Any:
-    """Return the collection of metrics that were logged in a loop.
+    """Return the metrics that were logged in a loop.
 
-    `loop` is a loop, or a trainer, which stands for its running loop.
+    For a trainer, return those of its running loop.
     """
     return loop._results
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Map the names of a torchmetrics metric's states to their values before the first update."""
+    """Return the initial values of a torchmetrics metric's states, by name."""
     found: dict[str, Any] = metric._defaults
     return found
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Return a batch moved to a device; the module's hooks run before and after the transfer."""
+    """Move a batch to a device, with the module's hooks before and after."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 

@@ -19,11 +19,12 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     """Reports steps to evener's monitor, and speed metrics to the trainer's loggers.
 
-    With a plan or `evener run`, the metrics are compute time (own work), waiting time, shares and
-    samples/s; the monitor gets the steps even without this callback. Otherwise the metrics are
-    samples/s, the step time and the wait for data. Loggers receive the metrics every
-    `log_every_n_steps` steps, as often as a module's step metrics.
+    The metrics are samples/s, the step time and the wait for data. With a plan or `evener run`,
+    they are compute time (own work), waiting time, shares and samples/s. Loggers receive them every
+    `log_every_n_steps` steps.
     """
+
+    # with a plan, the monitor gets the steps even without this callback
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,10 +10,9 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return the text with terminal control characters replaced.
+    """Return the text with terminal control characters replaced by spaces.
 
-    Control and format characters become spaces, and lone surrogates, which no encoding can
-    represent, become question marks.
+    Lone surrogates, which no encoding can represent, become question marks.
     """
     if text.isprintable():
         return text
@@ -37,10 +36,7 @@ def plain(text: str, limit: int = 500) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print evener's own lines on standard error.
-
-    Each line begins with `evener: `, to distinguish it from a training script's output.
-    """
+    """Print evener's own lines on standard error, each with the prefix `evener: `."""
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
@@ -48,7 +44,7 @@ def say(*lines: str) -> None:
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
     """Return a table as lines of text, with its columns aligned and two spaces apart.
 
-    `rows` has the cells of each line. The columns from index `numbers_from` on are right-aligned.
+    `rows` has the cells of each line. Columns from index `numbers_from` on are right-aligned.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

@@ -1,8 +1,8 @@
-"""`Split(rebalance=True)` in Keras: a group's shares adapt to its processes' compute time.
+"""`Split(rebalance=True)` in Keras: a group's shares adapt to its processes' compute times.
 
-The compute time (own work) is measured inside the step's graph and sent with the all-reduce of the
-gradients. All processes therefore know the same times after the same step, make the same decision,
-and cut the next batch according to the new shares.
+A process's compute time (own work) is measured in the step's graph, and sent with the all-reduce of
+the gradients. All processes therefore know the same times after the same step, and make the same
+decision. The new shares apply to the next batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut of batches into whole samples that may change during training.
+    """A cut of batches into whole samples that may change during training."""
 
-    A traced step uses the current shares whenever it runs, because they are variables.
-    """
+    # the shares are variables, so a traced step uses their current values
 
     def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         super().__init__(shares, micros=micros)
@@ -36,9 +35,9 @@ class ChangingCut(Cut):
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         """Cut batches according to these shares from the next step on.
 
-        `micros` are the maximum rows per pass. They are used only if the cut had passes from the
-        beginning, because the traced step otherwise has none.
+        `micros` are the maximum rows per pass. They are ignored if the cut began without passes.
         """
+        # the traced step of such a cut has no passes
         self.weights = tuple(shares)
         self.total = sum(shares)
         self.micros = tuple(micros) if self.in_passes else ()
@@ -48,8 +47,7 @@ class ChangingCut(Cut):
     def passes(self, device: int, rows: Any) -> Any:
         """Return the number of passes that the device at index `device` needs for `rows` rows.
 
-        `rows` and the result are int64 scalar tensors. The result is computed from the shares at
-        the time when the graph runs.
+        `rows` and the result are int64 scalar tensors.
         """
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
@@ -57,8 +55,8 @@ class ChangingCut(Cut):
     def bounds(self, rows: Any) -> list[Any]:
         """Return the boundaries of the devices' rows in a batch of `rows` rows.
 
-        If `rows` is a tensor, operations of the graph compute them, from the shares at the time
-        when the graph runs. If `rows` is an int, they are computed immediately.
+        For a tensor, the result has tensors that the graph computes from its current shares. For an
+        int, the result has ints.
         """
         if isinstance(rows, int):
             return super().bounds(rows)
@@ -86,7 +84,7 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """Records the times of the last KEPT_STEPS steps of a group, in the graph of the step.
+    """Records the times of a group's last KEPT_STEPS steps, in the graph of the step.
 
     `rank` is this process's rank, and `size` the number of processes.
     """
@@ -108,18 +106,15 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's value at the index of its rank and 0 elsewhere.
-
-        If these vectors are all-reduced, the sum has the values of all processes. `kind` is the
-        vector's type.
-        """
+        """Return a vector of type `kind`, with this process's value at its rank and 0 elsewhere."""
+        # summed over the processes, the vector has the values of all of them
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
         """Record a step of `rows` rows, by operations of the graph.
 
-        `own_works` is the vector of all processes' compute times. `met_s` is the time between this
-        process's last gradient and the moment at which it has all sums.
+        `own_works` are all processes' compute times. `met_s` is the time from this process's last
+        gradient to its last sum. Times are in seconds.
         """
         with tf.device(HOST):
             own = tf.stack([tf.cast(rows, tf.float64), met_s])
@@ -146,8 +141,8 @@ FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 class GroupRebalancer:
     """Changes the cut of a group's batches according to the processes' compute times.
 
-    `shares` are the plan's shares in rank order; they are empty without a plan. `rank` is this
-    process's rank: the first process prints changes.
+    `shares` are the plan's shares in rank order, or empty without a plan. `rank` is this process's
+    rank; rank 0 prints changes.
     """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
@@ -160,10 +155,10 @@ class GroupRebalancer:
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """Record that `steps` more steps were trained, and change the shares if that is worthwhile.
+        """Count `steps` more trained steps, and change the shares if that is worthwhile.
 
-        `times` has measured these steps. Every process must call this after the same steps, so
-        that all make the same change.
+        `times` has measured these steps. Every process must call this after the same steps, so that
+        all make the same change.
         """
         self._steps += steps
         if self._steps < WINDOW_STEPS:

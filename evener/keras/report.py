@@ -23,13 +23,13 @@ from .tf_devices import driver_name
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports the samples/s of a split's devices to the monitor after every step.
 
-    In a group of processes, the first one reports for all. If the number of rows of a dataset's
-    step is unknown, the step counts as the split's global batch; without a global batch, nothing is
-    reported. For a model that trains without a split, pass `rows`, the number of rows per step.
+    For a model that trains without a split, pass `rows`, the number of rows per step. In a group of
+    processes, the first one reports for all. A dataset's step of unknown size counts as the split's
+    global batch. Without a global batch, nothing is reported.
 
     With `log`, the shares, the samples/s and their ratio to the plan's samples/s are added to the
-    `logs` at the end of each epoch. TensorBoard and the callbacks of W&B and MLflow read them
-    there, so these callbacks must come after this one.
+    `logs` at the end of each epoch. TensorBoard and the callbacks of W&B and MLflow read these
+    logs, so they must come after this callback.
 
     Raises RequestError without a split and without `rows`.
     """
@@ -55,7 +55,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Report the steps since the last call.
 
-        Keras calls this once for all steps in one execution.
+        Keras calls this once per execution, which may have several steps.
         """
         if self._is_another_rank():
             return
@@ -86,7 +86,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _is_another_rank(self) -> bool:
-        """True in a process of a group other than the first, which reports for all."""
+        """True in a process other than the group's first, which reports for all."""
         split = self._split
         return split is not None and split.group is not None and split.group.rank > 0
 
@@ -111,9 +111,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the total durations of the steps' parts, such as input, over all steps.
+        """Return the total duration of each part of the steps, such as input.
 
-        The result is empty if the model doesn't have a split's hooks yet.
+        The result is empty if the model has no hooks of a split yet.
         """
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
@@ -121,7 +121,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def _promised(self) -> float:
         """Return the samples/s that the plan predicts.
 
-        Return 0 if there is no plan, or if the plan was made for a different global batch.
+        Return 0 without a plan, or if the plan's global batch differs from the split's.
         """
         split = self._split
         if split is None or split.plan is None:
@@ -131,7 +131,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return plan.throughput.samples_per_second if same else 0.0
 
     def _count_rows(self, steps: int) -> int:
-        """Return the number of rows in the first `steps` steps of an epoch; 0 if it is unknown."""
+        """Return the number of rows in the first `steps` steps of an epoch; 0 if unknown."""
         hooks = getattr(self.model.fit, "hooks", None)
         own = self._split.global_batch if self._split is not None else self._rows
         batch = getattr(hooks, "batch", None) or own or 0

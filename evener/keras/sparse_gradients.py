@@ -1,9 +1,8 @@
 """Sparse gradients, such as that of an embedding table when a batch uses only some of its rows.
 
-A sparse gradient consists of slices, one for each use of a row. Keras' optimizers square and clip
-each slice separately, so summing the slices of a row would change what is learned. A training on
-one device doesn't sum them before the optimizer. Therefore passes and processes don't either: they
-concatenate their slices.
+A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
+clip each slice separately, so a sum of the slices would be learned from differently. On one device,
+nothing sums them before the optimizer. Therefore passes and processes only concatenate them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from .keras_step import pad_rows
 
 
 def without_filler(gradient: Any, rows: Any) -> Any:
-    """Return the gradient; if `rows` is 0, return a sparse gradient without its slices.
-
-    A process or device without rows computes a filler row, whose slices mustn't be used.
-    """
+    """Return the gradient; if `rows` is 0, drop the slices of a sparse gradient."""
+    # with 0 rows, the gradient is that of a filler row
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     count = tf.where(rows > 0, tf.shape(gradient.indices, tf.int64)[0], 0)
@@ -41,13 +38,13 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Return an eager step's gradients, with zeros where only other processes have a gradient.
+    """Return an eager step's gradients, with zeros for weights that only other processes used.
 
-    Python code may decide from a process's own rows which weights it uses. Without the zeros,
-    processes would sum tensors of different lengths and wait for each other forever. A
-    gradient becomes dense if it is dense in any process. This function is a collective: every
-    process of `group` must call it.
+    A gradient becomes dense if it is dense in any process. Every process of `group` must call this
+    (a collective).
     """
+    # Python code may choose weights by a process's own rows. Without the zeros, processes would sum
+    # tensors of different lengths and wait for each other forever.
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
     dense = [
         float(each is not None) - is_sparse
@@ -71,8 +68,7 @@ class PassGradient:
     """A weight's gradient, accumulated over the passes of a loop in a graph.
 
     Dense gradients are summed, and the slices of sparse gradients are collected. `of_one_pass` is
-    the gradient of a single pass. `begin` returns the loop variable's first value, `add` its next
-    value, and `finish` the gradient over all passes.
+    the gradient of a single pass.
     """
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:
@@ -91,9 +87,9 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the value of the loop variable after pass number `slot`.
+        """Return the loop variable after the pass with index `slot`, given its value `before`.
 
-        `before` is its value before that pass, and `gradient` the gradient of the pass.
+        `gradient` is the gradient of the pass.
         """
         if not isinstance(gradient, tf.IndexedSlices):
             summed = before + gradient
@@ -114,9 +110,8 @@ class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
     The slices of all processes have to be concatenated, but an all-reduce can only add. So each
-    process makes a tensor that has room for the slices of all processes, and is 0 except for its
-    own slices. `own` are these tensors, and `join` returns gradients from their sums. Creating this
-    object is a collective: every process must do it at the same point of the step.
+    process makes tensors with room for everybody's slices, which are 0 except for its own (`own`).
+    Every process must create this object at the same point of the step (a collective).
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:
@@ -135,9 +130,9 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the group's gradients from `sums`, the sums of `own` over all processes.
+        """Return the group's gradients from `sums`, which are `own` summed over the processes.
 
-        Slices are in the order of the processes.
+        The slices are in the order of the processes.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
@@ -151,8 +146,8 @@ class SharedSlices:
 class SharedGradients:
     """The dense and sparse gradients of a process's rows, to be summed over its group.
 
-    `gradients` has an entry for each trainable weight, which is None if the weight has no gradient.
-    `values` are the tensors of these gradients.
+    `gradients` has an entry per trainable weight: its gradient, or None. `values` are their
+    tensors.
     """
 
     def __init__(self, gradients: Sequence[Any]) -> None:
@@ -167,16 +162,13 @@ class SharedGradients:
         self._slices: Any = None
 
     def prepare(self, group: Any) -> list[Any]:
-        """Return the tensors that the group has to sum; a collective that every process must call.
-
-        The dense gradients are in the order from the last layer to the first, because a backward
-        pass computes them in this order.
-        """
+        """Return the tensors that the group has to sum (a collective)."""
+        # dense gradients from the last layer to the first, as the backward pass computes them
         self._slices = SharedSlices(group, list(self._sparse.values()))
         return [*self._slices.own, *reversed(self._dense.values())]
 
     def join(self, sums: Sequence[Any]) -> list[Any]:
-        """Return the whole batch's gradients from the sums of the tensors of `prepare`."""
+        """Return the whole batch's gradients; `sums` are the tensors from `prepare`, summed."""
         end = len(self._slices.own)
         joined = self._slices.join(sums[:end])
         whole = dict(zip(self._sparse, joined, strict=True))

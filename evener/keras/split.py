@@ -42,18 +42,18 @@ class Split:
 
     Create the Split before the model, then pass the model to `build` or `model`.
 
-    - `Split("plan.toml")` reads devices and shares from a plan; `Split()` uses the plan of `evener
+    - `Split("plan.toml")` reads devices and shares from a plan. `Split()` uses the plan of `evener
       launch`.
-    - `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` have the same meaning as the
-      arguments of Keras's former `multi_gpu_model`; `devices` accepts TensorFlow's device names
-      instead.
-    - `global_batch` is the number of samples per step; by default, it is the plan's.
+    - `gpus` and `ratios` mean the same as in Keras's former `multi_gpu_model`: `Split(gpus=2)`,
+      `Split(gpus=[0, 1], ratios=[768, 560])`.
+    - `devices` are TensorFlow's device names, instead of `gpus`.
+    - `global_batch` is the number of samples per step. The default is the plan's.
     - `engine` is one of ENGINES. "auto" chooses multiworker if TF_CONFIG names several processes,
       and otherwise towers.
     - With `strict`, differences between the plan and this training raise PlanError instead of
       issuing a SplitWarning.
-    - With `rebalance`, the shares of a group of processes are adjusted during training to each
-      process's compute time (own work).
+    - With `rebalance`, the shares of a group of processes follow each process's compute time (own
+      work) during training.
     - `noise` is refused, because only PyTorch's ranks measure a noise scale.
 
     Raises PlanError, RequestError or DeviceError if the devices can't train as requested.
@@ -98,7 +98,8 @@ class Split:
     def _check_processes(self) -> None:
         """Check that the devices exist and that there are as many processes as devices.
 
-        Raises RequestError if the numbers differ, DeviceError if TensorFlow doesn't see a device.
+        Raises RequestError if the numbers differ, and DeviceError if TensorFlow doesn't see a
+        device.
         """
         if self.engine == "multiworker" and len(self.devices) != self.required_group.size:
             raise RequestError(
@@ -149,7 +150,7 @@ class Split:
     def shares(self) -> tuple[int, ...]:
         """The number of samples of a full global batch for each computing device.
 
-        Without a global batch, the shares are the ratios as whole numbers.
+        Without a global batch, these are the ratios as whole numbers.
         """
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
@@ -160,8 +161,7 @@ class Split:
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
         """Create a model on the first device, and make it train on the split's devices.
 
-        `make_model` is a function that returns a compiled model. A compiled model is accepted, too,
-        and is passed to `model`.
+        `make_model` is a function that returns a compiled model. It may also be a compiled model.
         """
         if isinstance(make_model, keras.Model) or not callable(make_model):
             return self.model(make_model)
@@ -193,15 +193,15 @@ class Split:
     ) -> Any:
         """Return a dataset of global batches of these arrays.
 
-        - Each epoch contains every sample once; its last batch may be shorter.
-        - `sample_weight` and `class_weight` have the same meaning as in Keras' `fit`.
-        - `batch_size` is by default the split's global batch.
-        - With `shuffle`, every epoch has a different order. It is determined by `seed`, and is the
-          same in all processes of a group.
-        - With `lengths`, the number of tokens in each padded row, each tower gets rows of similar
-          length, cut to its longest row.
-        - x may also be a tf.data.Dataset of single samples or of batches of any size; its order is
-          kept.
+        - Each epoch contains every sample once. Its last batch may be shorter.
+        - `x` may also be a tf.data.Dataset of single samples, or of batches of any size. Its order
+          is kept.
+        - `sample_weight` and `class_weight` mean the same as in Keras' `fit`.
+        - `batch_size` is the split's global batch by default.
+        - With `shuffle`, the order differs by epoch and depends on `seed`. It is the same in all
+          processes of a group.
+        - `lengths` are the numbers of tokens in the padded rows. With them, each tower gets rows of
+          similar length, cut to its longest row.
 
         Raises RequestError if there is no batch size, or if these arguments can't be combined.
         """
@@ -243,10 +243,10 @@ class Split:
     def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
         """Return global batches whose rows are assigned to devices by length.
 
-        `arrays` are the batches of x and its labels, and `lengths` has the number of tokens in each
-        row. With engine solo, the batches are the same as without lengths. Raises RequestError with
-        engine multiworker or with passes.
+        `arrays` are the batches of x and its labels. `lengths` are the rows' numbers of tokens.
+        Raises RequestError with engine multiworker or with passes.
         """
+        # with engine solo, there is nothing to assign
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
@@ -302,8 +302,7 @@ class Split:
     ) -> tuple[tuple[str, ...], Cut, int | None]:
         """Return the computing devices, the cut of a batch among them, and the global batch.
 
-        The parameters are the constructor's. The global batch is None if neither the plan
-        nor the caller specifies it.
+        The global batch is None if neither the plan nor the caller specifies it.
         """
         if self.plan is None:
             chosen = (
@@ -319,7 +318,7 @@ class Split:
     ) -> tuple[tuple[str, ...], Cut, int]:
         """Return the devices, the cut and the global batch of a plan.
 
-        In a group, the devices and the shares of the cut are in the order of the ranks.
+        In a group, devices and shares are in rank order.
         """
         active = plan.layout.active
         size = plan.layout.global_batch
@@ -338,8 +337,8 @@ class Split:
     def _check_against_plan(self, model: Any) -> None:
         """Warn about each difference between this training and the plan's measured training.
 
-        Raises PlanError if the plan was measured with another framework or, with `strict`, if there
-        is any difference.
+        Raises PlanError if the plan is for another framework. With `strict`, any difference raises
+        PlanError.
         """
         plan = self.plan
         if plan is None:
@@ -372,10 +371,8 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with device limits (after `@` in a device's name).
-
-    This training doesn't have such limits, so a different split may be the fastest.
-    """
+    """Warn if the plan was measured with device limits, such as memory in `gpu:0@24GiB`."""
+    # this training has no such limits, so another split may be faster
     limited = ", ".join(
         f"{describe(share)} to {share.limit}" for share in plan.layout.active if share.limit
     )
@@ -399,10 +396,10 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the plan: the given one, or the plan that `evener launch` provides.
+    """Return the given plan, or the one that `evener launch` provides.
 
-    Return None if devices are given instead of a plan. Raises RequestError unless exactly one of
-    plan, gpus and devices is available, or if both a plan and ratios are given.
+    Return None if devices are given instead. Raises RequestError unless exactly one of plan, gpus
+    and devices is available, and if both a plan and ratios are given.
     """
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)
@@ -423,8 +420,8 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Return the engine's name, and a message that says why it was chosen.
 
-    `asked` is the requested engine. `is_whole` is True if a single device
-    computes each batch in one pass.
+    `asked` is the requested engine. `is_whole` is True if one device computes each batch in one
+    pass.
     """
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."
@@ -438,18 +435,16 @@ def _choose_engine(
 
 
 def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
-    """Return the cut by these shares, in passes of up to `micros` rows.
-
-    If each share is a single pass, the cut has no passes.
-    """
+    """Return the cut by these shares, in passes of up to `micros` rows."""
+    # without passes if each share is a single one
     return Cut(shares, micros=() if micros == shares else micros)
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
     """Return a cut of batches among the devices in proportion to `ratios`.
 
-    The cut rounds each device's rows down and gives the remaining rows to the last device. Without
-    ratios, the parts are equal. Raises RequestError unless each device has a ratio above 0.
+    Each device's rows are rounded down, and the last device gets the rest. Without ratios, the
+    parts are equal. Raises RequestError unless each device has a ratio above 0.
     """
     chosen = [1.0] * len(devices) if ratios is None else list(ratios)
     if len(chosen) != len(devices):

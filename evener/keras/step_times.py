@@ -1,8 +1,8 @@
 """Measure the parts of a `fit`'s steps, in the thread that calls Keras' train function.
 
-A step's graph records when its rows are available; until then, the step waits for input. The time
-between two calls counts as callbacks, without the time for validation and files, which is counted
-separately. The time of evener's own checks between calls doesn't count.
+A step waits for input until its rows are available; the step's graph records that time. The time
+between two calls counts as callbacks. Validation and files are counted separately, and evener's own
+checks aren't counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepTimes:
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Add an op to the graph of a step that records when its rows, `data`, are available."""
+        """Add an op to a step's graph that records when `data`, the step's rows, are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -63,16 +63,16 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start the clock for a `fit`. The time before its first step doesn't count."""
+        """Start the clock for a `fit`; the time before its first step doesn't count."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
         """Return a function that records the current time and then calls `run`.
 
-        `run` is Keras' train function together with evener's work before it. Recording the time
-        first ensures that this work doesn't count as callbacks.
+        `run` is Keras' train function together with evener's checks before it.
         """
+        # so these checks don't count as callbacks
 
         def run_called(batches: Any) -> Any:
             self._called_s = time.time()
@@ -83,7 +83,7 @@ class StepTimes:
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
         """Return a function that calls `run`, Keras' train function, and measures its duration.
 
-        `steps` returns the number of steps that one call of `run` runs.
+        `steps` returns the number of steps per call.
         """
 
         def run_timed(batches: Any) -> Any:
@@ -96,9 +96,9 @@ class StepTimes:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Return a context whose duration doesn't count as callbacks.
+        """Return a context whose duration counts as `name`, not as callbacks.
 
-        It counts as the activity `name`, which is `validation` or `files`.
+        `name` is "validation" or "files".
         """
         began_s = time.time()
         try:
@@ -132,11 +132,11 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return how long all counted steps together have waited for their rows, in seconds.
+        """Return the time that all counted steps together have waited for input, in seconds.
 
-        Return None if steps don't record when their rows are available, for example with XLA, or
-        with passes in engine multiworker.
+        Return None if the steps don't record this, for example with XLA.
         """
+        # nor with passes in engine multiworker
         return self.sums.whole.input_s if self._notes else None
 
     def medians(self) -> FitStep:

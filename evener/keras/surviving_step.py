@@ -1,9 +1,8 @@
 """A step that continues if memory runs out in one of its passes.
 
-The step consists of two graphs. The first one runs the passes; the second one sums over the
-processes and updates the weights. If memory runs out in the first graph, the states are restored
-and the first graph runs again with more passes. Meanwhile, the other processes wait in the
-all-reduces of the second graph.
+The step has two graphs. The first runs the passes. The second sums over the processes and updates
+the weights. If memory runs out in the first graph, the states are restored, and it runs again with
+more passes. Meanwhile, the other processes wait in the all-reduces of the second graph.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 
 
 class SurvivingStep:
-    """A replacement for Keras' train function in an engine of type `Workers` with passes.
+    """A replacement for Keras' train function, for the engine `Workers` with passes.
 
-    `limit` is the maximum number of rows per pass; it is reduced when memory runs out. In a probe,
-    `limit` is None, and a step that runs out of memory fails without a retry. `said` is called with
-    a report of each retry.
+    - `limit`: the maximum rows per pass, which is reduced when memory runs out. It is None in a
+      probe, where such a step fails without a retry.
+    - `said`: called with a report of each retry.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class SurvivingStep:
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes and return their results; retry in smaller passes when memory runs out.
+        """Run the passes and return their results; retry with smaller passes if memory runs out.
 
-        `before` has the values of the states before the step, which are restored before a retry.
+        `before` has the states' values before the step, which are restored for a retry.
         """
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
@@ -106,10 +105,9 @@ class SurvivingStep:
         self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace(self, spec: Any, data: Tensors) -> None:
-        """Trace both graphs for batches of this type and any number of rows.
+        """Trace both graphs for batches of the type `spec`, unless that is done.
 
-        `spec` is the type of the batches. If it is None, the type is derived from the batch `data`.
-        Does nothing if the graphs are already traced for the type.
+        If `spec` is None, the type is that of the batch `data`, with any number of rows.
         """
         spec = tf.nest.map_structure(open_rows, data) if spec is None else spec
         if spec == self._spec:

@@ -18,8 +18,8 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """Return TensorFlow's name for each device that computes in the plan.
 
-    GPUs keep their names, such as "GPU:0". If the plan has CPU slices, the CPU is divided into one
-    logical device per slice, such as "CPU:1".
+    GPUs are named like "GPU:0". For CPU slices, the CPU is divided into logical devices like
+    "CPU:1".
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -32,8 +32,7 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     """Return the names of the first `gpus` GPUs, or of the GPUs with these numbers.
 
-    The argument has the same meaning as in `multi_gpu_model`. Raises RequestError if it names no
-    GPU.
+    `gpus` means the same as in `multi_gpu_model`. Raises RequestError if it names no GPU.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -80,7 +79,7 @@ def check_present(names: Sequence[str]) -> None:
 
 
 def compare_gpus(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return a message for each GPU that has another product name here than in the plan.
+    """Return a message for each GPU whose product name differs from the plan's.
 
     `names` are TensorFlow's names for the plan's devices.
     """
@@ -108,8 +107,8 @@ def short_name(name: str) -> str:
 def driver_name(name: str) -> str | int:
     """Return the number or UUID by which the monitor identifies TensorFlow's device `name`.
 
-    For a GPU, return its entry in CUDA_VISIBLE_DEVICES. If that variable isn't set, return
-    TensorFlow's own number. For a CPU, return TensorFlow's name in lower case.
+    A GPU is identified by its entry in CUDA_VISIBLE_DEVICES, if that is set. A CPU is identified by
+    its name in lower case.
     """
     kind, _, number = name.partition(":")
     if kind != "GPU":
@@ -120,7 +119,7 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Divide TensorFlow's CPU into `count` logical devices, for as many towers.
+    """Divide TensorFlow's CPU into `count` logical devices.
 
     Does nothing if `count` is below 2 or the CPU is already divided. Raises DeviceError if
     TensorFlow has already started.
@@ -148,7 +147,8 @@ def _visible_gpus() -> list[str] | None:
 def _position(share: Share, visible: list[str] | None) -> int:
     """Return TensorFlow's index of a plan's GPU: its position among the visible GPUs.
 
-    `visible` are the entries of CUDA_VISIBLE_DEVICES. Raises DeviceError if the GPU isn't visible.
+    `visible` are the entries of CUDA_VISIBLE_DEVICES; None if all GPUs are visible. Raises
+    DeviceError if the GPU isn't visible.
     """
     if visible is None:
         return share.index

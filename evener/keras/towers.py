@@ -1,11 +1,10 @@
-"""Engine towers: one process and one graph, in which each device computes its rows.
+"""The engine `towers`: one process and one graph, in which each device computes its rows.
 
-Each device runs the model on its own copy of the weights (a tower) and sends its outputs to the
-first device. The first device computes the loss of the whole batch and the metrics as a single
-device would. The gradient of the loss goes back to each device for its rows, and the gradients of
-the weights are summed. Therefore every loss, mask, sample weight, clipping and gradient
-accumulation is the same as on one device. Only layers that combine the rows of a batch
-(BatchNormalization) see only the rows of their device.
+Each device runs the model on its own copy of the weights (a tower), and sends its outputs to the
+first device. That device computes the loss and the metrics of the whole batch. The loss's gradient
+goes back to each device for its rows, and the weights' gradients are summed. Therefore losses,
+masks, sample weights, clipping and gradient accumulation are the same as on one device. Only layers
+that combine the rows of a batch (BatchNormalization) see just their device's rows.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Tower(NamedTuple):
     def heads(self) -> list[Any]:
         """Return the tensors from which a loss may be computed, without duplicates.
 
-        They are the outputs, logits and attributes that have a gradient, and the losses of layers.
+        They are the floating-point outputs, logits and attributes, and the layers' losses.
         """
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
@@ -87,11 +86,9 @@ class Towers(OneProcess):
         return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """Train on the batch (x, y, weight) in passes, and return the logs.
-
-        Each pass has a separate loss, because no device has the outputs of the whole
-        batch before its backward passes.
-        """
+        """Train on the batch (x, y, weight) in passes, and return the logs."""
+        # each pass has its own loss: the whole batch's outputs aren't known before its backward
+        # pass
         model, rows = self.model, count_rows(x)
         pieces, variables = self.pieces((x, y, weight)), PlainVariables(model)
         if not model.built:
@@ -125,9 +122,9 @@ class Towers(OneProcess):
     ) -> dict[str, Any]:
         """Train on a batch that is already divided among the devices, and return the logs.
 
-        `pieces` has, for each device, its rows of x and how many of them aren't filler rows.
-        `rows` is the number of rows of the batch (x, y, weight). `assigned` describes the division
-        if rows are assigned by length.
+        - `pieces`: per device, its rows of x, and the number of them that aren't filler rows.
+        - `rows`: number of rows of the batch (x, y, weight).
+        - `assigned`: how rows were assigned by length; None if they weren't.
         """
         model, left = self.model, CallTensors(self.model)
         towers = self._run(pieces, rows, True, left)
@@ -158,7 +155,7 @@ class Towers(OneProcess):
     def predict_step(self, data: Tensors) -> Tensors:
         """Return the model's outputs for the whole batch, in its order.
 
-        Raises RequestError if the rows were assigned by length, because their order is lost.
+        Raises RequestError for rows that were assigned by length, because their order is lost.
         """
         assigned, (x, _, _) = _open(data)
         if assigned is not None:
@@ -175,11 +172,11 @@ class Towers(OneProcess):
     def pieces(
         self, x: Tensors, assigned: AssignedArrays | None = None
     ) -> list[tuple[Tensors, Any]]:
-        """Return each device's rows of x, and how many of them are real rows, not filler.
+        """Return each device's rows of x, and the number of them that aren't filler rows.
 
-        The rows are cut on the host, so that only a device's own rows are sent to it. `assigned`
-        describes the division if rows are assigned by length.
+        `assigned` says how rows were assigned by length; None if they weren't.
         """
+        # cut on the host, so that only a device's own rows are sent to it
         if assigned is not None:
             return cut_pieces(x, assigned)
         with tf.device("CPU:0"):
@@ -215,10 +212,11 @@ class Towers(OneProcess):
         states: StepStates,
         starts: list[Any],
     ) -> Tower:
-        """Run the model on one device's rows, `part`, and return the result.
+        """Run the model on `part`, one device's rows, and return the result.
 
-        `size` is the number of these rows without filler rows, and `rows` the number of rows of the
-        whole batch. `starts` has the values that the model's states get before the call.
+        - `size`: number of these rows without filler rows.
+        - `rows`: number of rows of the whole batch.
+        - `starts`: the states with their values before the call.
         """
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
@@ -294,9 +292,9 @@ def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
 def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
     """Return the outputs of the whole batch, in the order of x.
 
-    Raises RequestError if rows are assigned by length and layers added losses, because
-    these losses would count padding.
+    Raises RequestError if rows are assigned by length and layers added losses.
     """
+    # these losses would count padding
     if assigned is None:
         return join_rows([tower.outputs for tower in towers])
     if any(tower.losses for tower in towers):
@@ -316,10 +314,8 @@ def _floats(outputs: Tensors) -> list[Any]:
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
-    """Return the sum of the gradients that aren't None; None if there are none.
-
-    Sparse gradients are concatenated, as in TensorFlow.
-    """
+    """Return the sum of the gradients that aren't None; None if there are none."""
+    # sparse gradients are concatenated, as in TensorFlow
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None

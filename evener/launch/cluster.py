@@ -1,7 +1,7 @@
 """Runs a training on all hosts of a plan, through Ray.
 
-An actor of evener on each host runs `evener launch` on that host. If restarts are allowed, a lost
-host is left out and training starts again on the remaining hosts.
+On each host, an actor of evener runs `evener launch`. If restarts are allowed, training starts
+again without a lost host.
 """
 
 from __future__ import annotations
@@ -54,14 +54,19 @@ def launch_on_cluster(
 ) -> int:
     """Launch a training run on all hosts of a plan, wait for its end and return the exit code.
 
-    The plan in the file `path`, the script in `command` and the Python files beside the script are
-    sent to each host. Up to `max_restarts` times, lost hosts are left out and training starts again
-    with a plan for the remaining hosts. Raises EvenerError if training can't start.
+    The plan, the script and the Python files beside it are sent to each host.
 
-    `rendezvous` is the HOST:PORT at which the hosts meet at the first start; by default, a free
-    port of the first host is used. `address` is Ray's address. Each host waits up to `wait_seconds`
-    for the others to join, and processes have `grace_seconds` to exit after SIGTERM. `more` are
-    further options for the launch on each host.
+    - `path`: the plan file.
+    - `command`: the script and its arguments.
+    - `max_restarts`: how often training may start again without the hosts that were lost.
+    - `rendezvous`: the HOST:PORT at which the hosts first meet; None for a free port of the first
+      host.
+    - `address`: Ray's address.
+    - `wait_seconds`: how long each host waits for the others to join.
+    - `grace_seconds`: how long processes have to exit after SIGTERM.
+    - `more`: further options for the launch on each host.
+
+    Raises EvenerError if training can't start.
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
@@ -128,9 +133,8 @@ def _train(
 ) -> tuple[int, set[str]]:
     """Start the training run once on the agents' hosts and wait until it ends.
 
-    `make` creates a HostLaunch on a host. The wait also ends if `caught` has a signal. Return the
-    exit code and the names of the lost hosts. A launch that doesn't stop within `end_seconds` is
-    killed.
+    `make` creates a HostLaunch on a host. A signal in `caught` ends the wait. A launch that doesn't
+    stop within `end_seconds` is killed. Return the exit code and the names of the lost hosts.
     """
     parts: list[RemoteLaunch] = []
     lost: set[str] = set()
@@ -157,10 +161,13 @@ def _train(
 class RemoteLaunch:
     """The training run's launch on one host, as seen from this process.
 
-    `training` is the HostLaunch on that host. A thread prints the launch's output until the launch
-    ends. `code` is the launch's exit code; it is None until the launch has ended. `lost` is True if
-    the host can no longer be reached. After `end`, the launch has `end_seconds` to exit.
+    - `training`: the HostLaunch on that host.
+    - `end_seconds`: how long the launch has to exit after `end`.
+    - `code`: the launch's exit code; None until it ends.
+    - `lost`: True if the host can no longer be reached.
     """
+
+    # a thread prints the launch's output
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
         self._end_seconds = end_seconds
@@ -198,10 +205,10 @@ class RemoteLaunch:
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     """Wait until all launches have ended or one has failed, and return the exit code.
 
-    The wait also ends when a signal arrives in `caught`. After a launch has failed, the others get
-    PEER_SECONDS to end by themselves. If a host is lost, the others can't continue, so the function
-    returns immediately. Raises DeviceError if Ray's head is lost.
+    A signal in `caught` also ends the wait. After a failure, the other launches get PEER_SECONDS to
+    end by themselves. Raises DeviceError if Ray's head is lost.
     """
+    # if a host is lost, the others can't continue
     deadline = float("inf")
     answered = time.monotonic()
     code = 0  # exit code of the first part that failed
@@ -224,10 +231,10 @@ def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
 
 
 def _check_head(answered: float) -> float:
-    """Check Ray's head if its last answer, at the time `answered`, is too old.
+    """Check Ray's head unless it answered recently, and return the time of its last answer.
 
-    Return the time of the last answer, by the monotonic clock. Raises DeviceError if there has been
-    no answer for HEAD_SILENT_SECONDS.
+    `answered` is the time of the previous answer, by the monotonic clock. Raises DeviceError if
+    there has been no answer for HEAD_SILENT_SECONDS.
     """
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
@@ -248,10 +255,13 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 class HostLaunch:
     """Runs `evener launch` on this host, for the RemoteLaunch that reads its output.
 
-    `plan` is the content of the plan file. `planned` is the path that was given to `evener launch`;
-    a script that opens this path gets the new plan. `script` has copies of the script and the files
-    beside it, or is None for a module. The launch runs in `folder` if that exists on this host. The
-    launch is terminated together with this process, and has `end_seconds` to exit after SIGTERM.
+    - `plan`: the content of the plan file.
+    - `planned`: the plan file's original path; a script that opens it gets this plan.
+    - `script`: copies of the script and the files beside it; None for a module.
+    - `end_seconds`: how long the launch has to exit after SIGTERM.
+    - `folder`: the working folder, if it exists on this host.
+
+    The launch is terminated together with this process.
     """
 
     def __init__(
@@ -316,11 +326,9 @@ class HostLaunch:
             self._written.close()
 
     def _run(self) -> None:
-        """Start the launch, and read its output until it exits.
-
-        The thread that runs this method has to live as long as the launch. When the thread that
-        started a process ends, the kernel signals the process (PR_SET_PDEATHSIG).
-        """
+        """Start the launch, and read its output until it exits."""
+        # this thread has to live as long as the launch: when the thread that started a process
+        # ends, the kernel signals the process (PR_SET_PDEATHSIG)
         try:
             self._process = process = subprocess.Popen(
                 self._command,

@@ -22,8 +22,9 @@ from . import watcher
 class GuardedTraining:
     """A training run's name and its temporary folder.
 
-    All processes of the run have the name in their environment. The folder is removed when training
-    ends. If `succeeded` has been set to True by then, leftover processes aren't killed.
+    - `run`: the name, which all processes of the run have in their environment.
+    - `folder`: removed when training ends.
+    - `succeeded`: set it to True to keep leftover processes from being killed.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -36,9 +37,8 @@ class GuardedTraining:
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
     """Return a context that kills leftover processes of a training run on exit.
 
-    The context provides a GuardedTraining; if its `succeeded` was set to True, no process is
-    killed. The run's temporary folder is private, and its name begins with `prefix` and is
-    unpredictable. Raises RequestError if the folder can't be created.
+    The context's value is a GuardedTraining. The run's folder is private, and has an unpredictable
+    name that begins with `prefix`. Raises RequestError if the folder can't be created.
     """
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}

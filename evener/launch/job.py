@@ -73,7 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file for which ranks after the first one wait before they run the program.
+        """The file that ranks after the first one wait for, before they run the program.
 
         The first rank creates the file when its program creates a process group with the other
         ranks. The value is None if all ranks start immediately.
@@ -83,11 +83,8 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def has_several(self) -> bool:
-        """True if this host runs several processes of a training run.
-
-        Ranks that wait for the first rank of their program don't count until they start (see
-        `release`).
-        """
+        """True if this host runs several processes of a training run."""
+        # ranks that still wait for the first one (see `release`) don't count
         if self.release is None:
             return len(self.processes) > 1
         return any(self.folder.glob("released-*[0-9]"))
@@ -99,10 +96,10 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes, for their output; empty if there is only one process.
+        """The names of this host's processes, for their output; empty for a single process.
 
-        The names are "rank 0" and so on. With several hosts, they are device labels instead,
-        because a host doesn't know the ranks of its processes.
+        They are "rank 0" and so on. With several hosts they are device labels, because a host
+        doesn't know the ranks of its processes.
         """
         if len(self.processes) < 2:
             return ()
@@ -117,10 +114,7 @@ class HostJob(msgspec.Struct, frozen=True):
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """Return a copy of the job with one process per device.
-
-        Keras' engine "multiworker" requires this.
-        """
+        """Return a copy of the job with one process per device, for Keras' engine "multiworker"."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
             [device for each in self.processes for device in each], one_process=False
@@ -131,9 +125,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment variables with which to start this host's processes.
 
-        All processes get the same variables. One of them, STARTS, encodes the variables that differ
-        between processes; `start_rank` decodes it. `more` has one dictionary per process, with
-        further variables for that process.
+        All processes get the same variables. What differs between them is encoded in the variable
+        STARTS, for `start_rank`. `more` has further variables for each process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -160,11 +153,8 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """Return the settings with which `start_rank` starts a process on `devices`.
-
-        A PyTorch process sees all GPUs of this host that have a share, and uses the GPU with the
-        index LOCAL_RANK.
-        """
+        """Return the settings with which `start_rank` starts a process on `devices`."""
+        # a PyTorch process sees all GPUs with a share, and uses the one with the index LOCAL_RANK
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.framework == "torch":
@@ -193,12 +183,16 @@ def make_job(
 ) -> HostJob:
     """Return this host's part of a training run whose plan is in the file `path`.
 
-    `command` is a script, or `-m` and a module, followed by arguments. If `executable` isn't empty,
-    it is run with the command as its arguments, and trains with PyTorch. `host` is this host's name
-    in the plan, and `rendezvous` is HOST:PORT; if they are None, both are found from the plan. All
-    hosts have to join within `wait_seconds`, and processes have `grace_seconds` to exit after
-    SIGTERM. With `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if
-    the training run can't start on this host.
+    - `command`: a script, or `-m` and a module, followed by arguments.
+    - `host`: this host's name in the plan; None to find it.
+    - `rendezvous`: HOST:PORT; None to take it from the plan.
+    - `wait_seconds`: how long the hosts have to join.
+    - `grace_seconds`: how long processes have to exit after SIGTERM.
+    - `executable`: a program to run with `command` as its arguments, which trains with PyTorch; ""
+      for Python.
+    - `check_use`: stop a script that doesn't read its plan.
+
+    Raises EvenerError if the training run can't start on this host.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -232,8 +226,8 @@ def make_job(
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
     """True if one process trains on all devices of this host.
 
-    `own` are the shares of this host. Raises PlanError if one process has to train on all devices
-    but the plan also has devices on other hosts.
+    `own` are this host's shares. Raises PlanError if one process would have to train on several
+    hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
@@ -249,7 +243,7 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
     """Return the host and port of the rendezvous.
 
-    `rendezvous` is HOST:PORT, or None for the plan's first host with the default port. Raises
+    `rendezvous` is HOST:PORT, or None for the plan's first host and the default port. Raises
     DeviceError if the host's name can't be resolved.
     """
     if rendezvous:
@@ -298,10 +292,9 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework.
+    """Return the plan's framework, or the one that `script` imports; "torch" by default.
 
-    If the plan names none, return the framework that `script` imports, by default PyTorch
-    ("torch"). Raises PlanError if the plan and the script are for different frameworks.
+    Raises PlanError if the plan and the script are for different frameworks.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
@@ -343,7 +336,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Return the term with which the option `--devices` selects the share's device."""
+    """Return the part of a `--devices` option that selects the share's device."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -361,8 +354,8 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 def find_imports(job: HostJob) -> frozenset[str]:
     """Return the job's framework and the packages that its script imports.
 
-    Only import statements in the script's own source are found. If the source can't be read, the
-    result has only the framework.
+    Only the script's own import statements count. If its source can't be read, the result has only
+    the framework.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

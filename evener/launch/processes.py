@@ -1,6 +1,6 @@
 """Starts this host's training processes, copies their output and waits until they exit.
 
-The processes are children of this process or are run by PyTorch's elastic agent.
+The processes are children of this process, or run by PyTorch's elastic agent.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How the processes of one start ended.
-
-    If there is no signal and no failure, all processes succeeded.
-    """
+    """How the processes of one start ended; without signal and failures, all succeeded."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
     # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
@@ -48,10 +45,8 @@ class GroupExit(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if a process was killed or aborted; False if the script raised an exception.
-
-        SIGTERM doesn't count, because it is sent to the other processes after one has failed.
-        """
+        """True if a process was killed or aborted; False if the script raised an exception."""
+        # SIGTERM doesn't count: it is sent to the other processes after one has failed
         codes = set(self.failures.values())
         return bool(codes) and (
             any(code < 0 and code != -signal.SIGTERM for code in codes) or max(codes) < 0
@@ -61,10 +56,9 @@ class GroupExit(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        If a rank exited with code 0 before the others failed, that may be the cause, so the message
-        begins with that rank. If the failed rank was ended by SIGKILL, this is the cause, and the
-        message names only the failed rank.
+        It also names a rank that exited with code 0 before, because that may be the cause.
         """
+        # unless SIGKILL explains the failure
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
             f"rank {self.left[0]} left with exit code 0, and "
@@ -77,11 +71,8 @@ class GroupExit(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """Return the sort key of an exit code; the most likely cause of all failures comes first.
-
-    A killed process makes others abort or raise exceptions, and the launcher then sends SIGTERM to
-    the rest. So SIGKILL comes first, then other signals, then exit codes, then SIGTERM.
-    """
+    """Return the sort key of an exit code; the most likely cause of all failures comes first."""
+    # a killed process makes others abort or raise, then the launcher sends SIGTERM to the rest
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
 
@@ -103,11 +94,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context that provides each process's files for standard output and error.
+    """Return a context with the output files of each process: (standard output, standard error).
 
-    `names` are the names of the processes. Each line that a process writes to its files is printed
-    here. Once `has_several` has returned True, the process's name is printed before each line. All
-    output is printed by the end of the context.
+    Lines that a process writes there are printed, with its name from `names` in front once
+    `has_several` has returned True. All output is printed by the end of the context.
     """
     # a marker, as descendants of the processes may keep the pipes open
     end = secrets.token_bytes(16)
@@ -149,7 +139,7 @@ class _LineNames:
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
     """Stop the thread that copies from a pipe, after it has copied everything in the pipe.
 
-    `write` is the pipe's writing end, to which the marker `end` is written.
+    The marker `end` is written to `write`, the pipe's writing end.
     """
     with suppress(OSError):
         os.write(write, end)
@@ -160,9 +150,9 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
     """Copy lines from a pipe to a stream, each with the current prefix, until `end` is read.
 
-    `read` and `stream` are file descriptors. If the stream is closed, stop reading, so that the
-    process gets an error when it writes.
+    `read` and `stream` are file descriptors.
     """
+    # if the stream is closed, reading stops, so that the process gets an error when it writes
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:
@@ -188,8 +178,8 @@ POLL_SECONDS = 0.1
 def run_children(job: HostJob) -> GroupExit:
     """Start the job's processes as children, wait until they exit and return how they ended.
 
-    If a process fails, the others get SIGTERM. A signal to the launcher is forwarded to all
-    processes. Processes that still run after the job's `grace_seconds` are killed.
+    If a process fails, the others get SIGTERM. Signals are forwarded to all processes. Processes
+    that still run after `grace_seconds` are killed.
     """
     with caught_signals() as caught:
         running = _start(job)
@@ -218,10 +208,8 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _rank(job: HostJob) -> dict[str, str]:
-    """Return the environment variables that PyTorch's agent would set for a program's only rank.
-
-    The agent itself isn't used here, because importing it takes two seconds.
-    """
+    """Return the environment variables that PyTorch's agent would set for a single rank."""
+    # importing the agent takes two seconds
     address = _find_address()
     attempt = str(job.attempt)
     host, _, port = address.partition(":")
@@ -242,19 +230,16 @@ def _rank(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """Return a HOST:PORT for PyTorch's environment variables on a single host.
-
-    PyTorch requires an address, but nothing listens on this one, because evener's processes
-    rendezvous through a file.
-    """
+    """Return a HOST:PORT for PyTorch's environment variables on a single host."""
+    # PyTorch requires an address, but nothing listens there: processes rendezvous through a file
     return f"127.0.0.1:{find_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Create a file for the processes' rendezvous, and return the value of the variable RENDEZVOUS.
+    """Create a file for the processes' rendezvous, and return the variable RENDEZVOUS.
 
-    The value has two parts: `address`, the HOST:PORT that PyTorch would use without the file, and
-    the file's path.
+    The value has `address`, the HOST:PORT that PyTorch would use without the file, and the file's
+    path.
     """
     return f"{address} {make_memory_file()}"
 
@@ -262,7 +247,7 @@ def _describe_rendezvous(address: str) -> str:
 def _cluster(job: HostJob) -> list[dict[str, str]]:
     """Return TF_CONFIG for each process of this host, in the plan's order.
 
-    The list is empty unless the plan's engine is "multiworker" with several processes in total.
+    The list is empty unless the plan's engine is "multiworker" with several processes.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -281,8 +266,7 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
     """Wait until all processes have exited, one has failed, or a signal arrives.
 
-    Return the exit codes of the processes that have exited, by their indices in `running`. Return
-    an empty dictionary after a signal.
+    Return the exit codes by index in `running`; an empty dictionary after a signal.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)
@@ -294,11 +278,8 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send the signal `number` to processes that still run; kill them after `grace_seconds`.
-
-    After a Ctrl-C on the processes' terminal, the signal isn't sent here, because the terminal has
-    already sent it to them.
-    """
+    """Send the signal `number` to processes that still run; kill them after `grace_seconds`."""
+    # a terminal has already sent the signal of Ctrl-C to processes in its foreground
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
             process.send_signal(number)
@@ -324,7 +305,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
     """Return the environment variables of the agent, which its processes inherit.
 
-    On a single host, the processes then rendezvous through a file instead of `address` (HOST:PORT).
+    `address` is a HOST:PORT. On a single host, the processes rendezvous through a file instead.
     """
     more = {}
     if job.attempt:
@@ -337,10 +318,9 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
     """Return how the processes ended, with the ranks that failed by themselves.
 
-    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank. A
-    rank that failed FORCE_SECONDS or more after the first failure was killed by the agent, so it is
-    left out.
+    `failures` has the `exitcode` and `timestamp` that the agent reports for each failed rank.
     """
+    # the agent kills other ranks FORCE_SECONDS after the first failure
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
     for rank, failure in failures.items():
@@ -355,10 +335,10 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
 def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
     """Start the job's processes through PyTorch's agent, and return how they ended.
 
-    The agent restarts the processes up to `max_restarts` times. Such restarts are only needed with
-    several hosts, because the agents of all hosts have to restart together. Raises RequestError if
-    PyTorch can't be imported, and DeviceError if the hosts don't rendezvous in time.
+    The agent restarts the processes up to `max_restarts` times. Raises RequestError if PyTorch
+    can't be imported, and DeviceError if the hosts don't rendezvous in time.
     """
+    # such restarts are for several hosts, whose agents have to restart together
     address = _find_address()
     environment = _describe_agent(job, address)
     # otherwise PyTorch logs pages about an unreachable host

@@ -1,6 +1,6 @@
 """Prepares a user's program for `evener run`, and evaluates its training run at the end.
 
-The preparation reads the command and chooses the plan. At the end, the notes of all ranks are read,
+Before the start, the command is read and the plan is chosen. At the end, all ranks' notes are read,
 and the final shares are saved for the next run.
 """
 
@@ -55,9 +55,9 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 class ProgramCommand(msgspec.Struct, frozen=True):
     """The command that starts a program.
 
-    `words` are the arguments of `executable`. `identity` is the same each time the program is
-    started: the path of its script, `-m` and its module, or the path of its executable. `arguments`
-    are the program's own arguments.
+    - `words`: the arguments of `executable`.
+    - `identity`: the path of the script or executable, or `-m` and the module.
+    - `arguments`: the program's own arguments.
     """
 
     executable: str
@@ -75,7 +75,7 @@ def read_command(words: Sequence[str]) -> ProgramCommand:
     """Return the command that is given after `--`, such as `python train.py` or `train.py`.
 
     Raises RequestError if the executable or the script doesn't exist, if the script trains with
-    TensorFlow, or if Python has an option that disables evener's hooks.
+    TensorFlow, or if an option of Python disables evener's hooks.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -110,10 +110,8 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 
 
 def _refuse_tensorflow(script: Path) -> None:
-    """Raise RequestError if the script trains with TensorFlow.
-
-    `evener run` can't divide TensorFlow's batches, so each process would train on all rows.
-    """
+    """Raise RequestError if the script trains with TensorFlow."""
+    # its batches can't be divided here, so each process would train on all rows
     if script_framework(script) == "tensorflow":
         raise RequestError(
             f"{script} trains with TensorFlow, and evener run balances PyTorch.",
@@ -125,10 +123,8 @@ def _refuse_tensorflow(script: Path) -> None:
 
 
 def _refuse_isolation(options: Sequence[str]) -> None:
-    """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize.
-
-    evener uses PYTHONPATH and sitecustomize to install its hooks.
-    """
+    """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize."""
+    # evener installs its hooks by them
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
     ]
@@ -141,9 +137,9 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return the arguments `words` of a Python command without Python's own options.
+    """Return the arguments of a Python command from the script, `-m` or `-c` on.
 
-    The result begins with the script, `-m` or `-c`; it is empty if there is none.
+    The result is empty if there is none of them.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -155,10 +151,10 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    If `given` is a plan file, its plan is used. Otherwise the plan is the one that was saved after
-    the last run of this program with the same arguments and devices. If there is no such plan, the
-    shares are even. `devices` is the text of the option `--devices`. Raises RequestError if the
-    plan is for several hosts or a device has a limit, and DeviceError if a device is simulated.
+    It is the plan in the file `given`, or else the plan that was saved after the last run with the
+    same arguments and devices, or else a plan with even shares. `devices` is the option
+    `--devices`. Raises RequestError if the plan is for several hosts or a device has a limit, and
+    DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)
@@ -188,11 +184,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return `path`. Return None if the plan leaves out a device, because the program's global batch
-    is meant for all devices; such a plan isn't used. `devices` is the text of the option
-    `--devices`. The environment variable RUN is set to `run` in the measuring process, so that a
-    guard can find the processes that this process starts. Raises RequestError if no plan could be
-    measured.
+    Return `path`, or None if the plan leaves out a device: the program's global batch is meant for
+    all devices. `devices` is the option `--devices`. `run` is the name by which a guard finds the
+    measuring processes. Raises RequestError if no plan could be measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
@@ -256,7 +250,7 @@ def _has_build(path: Path) -> bool:
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
     """Return an unmeasured plan for the program `identity`.
 
-    `templates` describe the devices, and `batches` has their numbers of rows.
+    `templates` describe the devices, and `batches` are their numbers of rows.
     """
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
@@ -266,7 +260,7 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
     """Return the plan that was saved after this command's last training run.
 
-    Return None if the command has never been run on the devices of the plan `even`.
+    Return None if the command has never run on the devices of the plan `even`.
     """
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
@@ -278,10 +272,8 @@ def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
 
 
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
-    """Return 32 hexadecimal digits that identify a program, its arguments and its devices.
-
-    Arguments may contain secrets, so only the digest is stored.
-    """
+    """Return 32 hexadecimal digits that identify a program, its arguments and its devices."""
+    # a digest, because arguments may contain secrets
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
     return blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
@@ -308,9 +300,8 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
     """Save the final shares of a training run as a plan next to its journal.
 
-    `plan` is the plan with which the run started, and `notes` are the notes of its ranks. Return
-    the path of the saved plan. Return None if the program wasn't trained by shares, or if a rank's
-    device isn't known.
+    `plan` is the plan at the start, and `notes` are the ranks' notes. Return the path of the saved
+    plan. Return None if nothing was trained by shares, or if a rank's device isn't known.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None
@@ -352,9 +343,9 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return lines for the final report from the ranks' notes.
+    """Return report lines about passes that ran out of memory and the gradient noise scale.
 
-    The lines say how many passes ran out of memory, and what the gradient noise scale is.
+    `notes` are the ranks' notes.
     """
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []

@@ -1,8 +1,7 @@
 """The rendezvous of PyTorch's elastic agents, and the address that they pass to their processes.
 
-A single agent doesn't wait for others and opens no port. Agents of several hosts rendezvous at a
-port of one address, whereas PyTorch's own rendezvous would open that port on every address of the
-machine.
+A single agent opens no port and waits for nobody. Agents of several hosts meet at a port of one
+address. PyTorch's own rendezvous would open that port on every address of the machine.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ SEVERAL_AGENTS = "evener-several"
 
 
 class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The rendezvous of a single agent, whose store lives in this process and opens no port.
+    """The rendezvous of a single agent; its store is in this process and opens no port.
 
-    `run_id` is the name of the training run. `address` is the HOST:PORT that the agent passes to
-    its processes.
+    `run_id` is the name of the training run. `address` is the HOST:PORT for the agent's processes.
     """
 
     def __init__(self, run_id: str, address: str) -> None:
@@ -54,10 +52,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next rendezvous, in which only this agent takes part, without waiting.
-
-        It contains the address that the agent's processes use.
-        """
+        """Return the next rendezvous, in which only this agent takes part, without waiting."""
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)
@@ -109,9 +104,9 @@ def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
-    """Return the arguments of PyTorch's LaunchConfig that define the rendezvous of a job's agents.
+    """Return the rendezvous arguments of PyTorch's LaunchConfig for a job's agents.
 
-    `address` (HOST:PORT) is used on a single host only, as the address for its processes.
+    `address` is the HOST:PORT for the processes; it is used on a single host only.
     """
     way: dict[str, Any] = {
         "rdzv_backend": SINGLE_AGENT,

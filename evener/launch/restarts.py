@@ -34,14 +34,13 @@ from .processes import GroupExit, named_output, run_children
 def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until the processes exit, restart them after a loss, and return the exit code.
 
-    A loss means that a process was killed or aborted. After a loss, every device of the job `first`
-    is checked, including devices that were left out before. Training ends when all processes
-    succeed, a script raises an exception, or `max_restarts` restarts are used up. If only the first
-    process of a program ran, the exit code is the program's own.
-
-    With several hosts, no launcher sees all failures. Therefore each failure is treated as a loss,
-    and DeviceError is raised if a device no longer works.
+    A loss means that a process was killed or aborted. With several hosts, any failure counts as a
+    loss. After a loss, all devices of the job `first` are checked, and training starts again on
+    those that work. Training ends when all processes succeed, a script raises an exception, or
+    `max_restarts` restarts are used up. Raises DeviceError if a device of a job on several hosts no
+    longer works.
     """
+    # with several hosts, no launcher sees all failures
     job = first
     several = len(first.hosts) > 1
     # the agents restart all processes in lockstep
@@ -98,7 +97,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without the broken devices, with a new plan for the remaining ones.
 
     `first` is the job with all devices. Raises PlanError if the job's plan file has changed. Raises
-    DeviceError if no device is left, or if a device is broken and the job spans several hosts.
+    DeviceError if no device is left, or if the job has several hosts.
     """
     if load_plan(first.path) != first.plan:
         raise PlanError(
@@ -130,7 +129,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _print_changes(before: Plan, after: Plan) -> None:
-    """Print which devices are left out or used again, with all devices' rows before and after."""
+    """Print which devices are left out or used again, with their rows before and after."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
@@ -140,7 +139,7 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the rows of each device before and after a change as text, such as "5+3 → 8+0"."""
+    """Return the devices' rows before and after a change as text, such as "5+3 → 8+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
@@ -151,10 +150,10 @@ POLL_SECONDS = 0.05
 def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
-    """Return the devices that fail to compute anything within 10 s.
+    """Return the devices that fail to compute anything with `framework` within 10 s.
 
-    All devices are checked at the same time, with `framework`. The check ends early if `caught` has
-    a signal; devices whose check hasn't finished by then count as broken.
+    All devices are checked at the same time. A signal in `caught` ends the check early; unfinished
+    devices then count as broken.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

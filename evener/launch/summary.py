@@ -1,7 +1,6 @@
 """Summarizes a training run at its end: its speed, its bottlenecks and their remedies.
 
-The summary is made from the last record of each process, and saved in the run's folder as JSON and
-as text.
+The summary is made from each process's last record, and saved in the run's folder as JSON and text.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 def read_records(folder: Path) -> list[LiveRecord]:
     """Return the last record of each rank of one training run, in rank order.
 
-    If `folder` has records of several training runs, the run with the newest record is chosen.
+    If `folder` has records of several runs, the run with the newest record is chosen.
     """
     records = []
     for path in folder.glob("*.json"):
@@ -143,10 +142,12 @@ def summarize_training(
 ) -> TrainingSummary | None:
     """Return the summary of a training run from its ranks' records; None if there are none.
 
-    `run` is the run's name, `end` is how the run ended, and `labels` maps device ids to names.
-    `plan_samples_per_second` is used if the records don't have the plan's samples/s; 0 means
-    unknown. `competitors` names the other programs that used cores which this run needed. `first`
-    compares the first shares with the last ones.
+    - `run`: the run's name.
+    - `end`: how the run ended.
+    - `labels`: devices' names by device id.
+    - `plan_samples_per_second`: used if the records lack the plan's samples/s; 0 means unknown.
+    - `competitors`: names of other programs on the cores that this run needed.
+    - `first`: the first shares compared with the last ones.
     """
     if not records:
         return None
@@ -176,7 +177,7 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """A device of a rank: the rank's record, the device's entry in it, and the device's metrics."""
+    """A device of a rank, with the rank's record, the device's entry in it, and its metrics."""
 
     record: LiveRecord
     live: LiveDevice
@@ -185,8 +186,7 @@ class _MatchedRank(NamedTuple):
     def summarize(self, step: RankStep | None) -> RankSummary:
         """Return the device's summary.
 
-        `step` has the mean time per step that the device's rank spent on each activity. It is None
-        if these times are unknown.
+        `step` has the rank's mean time per step for each activity; None if unknown.
         """
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
@@ -232,7 +232,7 @@ def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
 def describe_summary(summary: TrainingSummary) -> list[str]:
     """Return the summary as text, in at most six lines.
 
-    For a training run with few steps, speed and bottlenecks are left out.
+    Speed and bottlenecks are left out after few steps.
     """
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
@@ -284,7 +284,7 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as "+43 %"; "over +900 %" for any gain of MOST_GAIN or more."""
+    """Return a gain as text, such as "+43 %", or "over +900 %" from MOST_GAIN on."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -310,8 +310,7 @@ def _describe_share(rank: RankSummary) -> str:
 def _describe_changes(summary: TrainingSummary) -> str:
     """Return the first shares, the number of changes and the gain of the last shares, as text.
 
-    The result is empty if shares never changed. A gain that isn't significant is described as "no
-    clear difference".
+    The result is empty if shares never changed.
     """
     first = summary.first
     if first is None:
@@ -352,16 +351,16 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line on how to show the run's record; an empty list if the run left none."""
+    """Return a line that says how to show the run's record; an empty list if there is none."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         return []
     return [f"record: evener runs show {summary.run}"]
 
 
 def save_summary(summary: TrainingSummary) -> None:
-    """Write the summary next to the training journal, as JSON and as text.
+    """Write the summary as JSON and as text, next to the training journal if there is one.
 
-    If there is no journal, nothing is written. Errors such as a full disk are ignored.
+    Errors such as a full disk are ignored.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():

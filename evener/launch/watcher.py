@@ -1,10 +1,9 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
-The watcher creates the training run's folder and prints the folder's name. Its standard input is a
-pipe from the launcher, which closes when the launcher exits or is killed. The watcher then waits
-for the leftover processes of the run RUN, kills the ones that don't exit in time, and removes the
-folder. If the launcher has reported that the run succeeded, leftover processes may continue. The
-watcher imports no module of evener so that it starts quickly.
+The watcher creates the training run's folder and prints its name. Its standard input is a pipe that
+closes when the launcher exits or is killed. Then it waits for the leftover processes of the run
+RUN, kills those that don't exit in time, and removes the folder. Leftover processes of a run that
+succeeded may continue. It imports no module of evener, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """Return True if processes of the run `run` are left; with `kill`, send them SIGKILL."""
+    """True if processes of the run `run` are left; with `kill`, send them SIGKILL."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

@@ -1,8 +1,8 @@
 """The files in which training runs report their speed: format, folders and reading.
 
-Files aren't trusted. A file is read only if it is a small, well-formed, regular file, and only this
-user can access the file and its folder. In addition, the process in the file's name must be alive.
-Other files are ignored, and files of dead processes are removed.
+Files aren't trusted. A file is read only if it is small, regular and well-formed, only this user
+can access it and its folder, and the process in its name is alive. Files of dead processes are
+removed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ Doing = Literal[
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run, with its rows of each batch, its samples/s and its step times.
-
-    `own_work_s` is the compute time (own work).
-    """
+    """A device of a training run, with its rows per batch, samples/s and step times."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     # the framework's index of the device; -1: unknown
@@ -130,7 +127,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 class LiveRecord(Details, frozen=True):
     """The content of a report file, version 2.
 
-    The file's name identifies the process that wrote it. Version 1 had only the first six fields.
+    The file's name identifies the process. Version 1 had only the first six fields.
     """
 
     framework: Text
@@ -153,7 +150,7 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return how many seconds the next record is overdue at `at_seconds` (Unix time)."""
+        """Return by how many seconds the next record is overdue at `at_seconds` (Unix time)."""
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
@@ -166,7 +163,8 @@ class Training(LiveRecord, frozen=True, kw_only=True):
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
     """Return every training process of this user that reports its speed, sorted by process id.
 
-    `folders` is by default the result of `live_folders`. Files of dead processes are removed.
+    `folders` are the folders to read, by default `live_folders()`. Files of dead processes are
+    removed.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -178,8 +176,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders in which reports may be, the preferred one first.
 
-    If EVENER_LIVE_DIR is set, reports are only in the folder that it names. Otherwise the user's
-    runtime folder, which is usually in memory, comes before the state folder.
+    EVENER_LIVE_DIR overrides the default: the user's runtime folder, which is usually in memory,
+    then the state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -196,10 +194,10 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """Return the file name of a reporter.
+    """Return the file name of a reporter of the process `pid`.
 
-    A process is identified uniquely by its process id and its start in clock ticks since boot.
-    `serial` distinguishes the reporters of one process.
+    `ticks` is the process's start, in clock ticks since boot. `serial` distinguishes the reporters
+    of one process.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
@@ -220,10 +218,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write `content` to the file atomically, so that readers never see a part of it.
-
-    The file is readable by this user only.
-    """
+    """Write `content` to the file atomically, readable by this user only."""
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
@@ -253,7 +248,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """Return the text, cut to 200 characters and with "?" for unprintable characters."""
+    """Return the text cut to 200 characters, with "?" for unprintable ones."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -279,8 +274,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 def _read_small(name: str, folder: int) -> bytes:
     """Return the content of the file `name` in the folder with the descriptor `folder`.
 
-    At most one byte more than the size limit is read. The result is empty unless the file is a
-    regular file that only this user can access.
+    The result is empty unless the file is regular and only this user can access it. At most one
+    byte over the size limit is read.
     """
     # a pipe must not block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -1,10 +1,9 @@
 """The journal of a training run: its steps/s, changes of shares and restarts.
 
-The first rank writes the journal if evener launch started the training run or if the script asks
-for one. It is a JSON Lines file in the run's folder. The launcher names the run, so a training run
-that starts again continues the same file. If the folder or disk isn't writable, one warning is
-issued and training continues; the missing entries are written as soon as it is writable again. Each
-line is written completely or removed again.
+The first rank writes the journal if evener launch started the run or if the script asks for one. It
+is a JSON Lines file in the run's folder. A run that starts again continues its file. If the disk
+isn't writable, one warning is issued and training continues; the missing entries are written later.
+Each line is written completely or removed again.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The training run has finished, or failed with an exception.
 
-    A training run that is killed or interrupted by Ctrl-C writes no such entry.
+    A run that is killed or interrupted by Ctrl-C has no such entry.
     """
 
     at: At
@@ -138,8 +137,8 @@ class RecordedTraining(msgspec.Struct, frozen=True):
     def state(self) -> TrainingState:
         """The state of the training run.
 
-        It is "stopped" if the run was killed or interrupted, or if its first rank's process
-        can't be found on this machine.
+        It is "stopped" if the run was killed or interrupted, or if its first rank isn't on this
+        machine.
         """
         last = self.entries[-1]
         start = self.start
@@ -180,8 +179,9 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 class TrainingJournal:
     """The journal of one training run, written by its first rank.
 
-    `devices` and `shares` have the device and the share of each rank. `plan_created` is the
-    creation time of the plan; it is empty without a plan.
+    - `devices`: each rank's device.
+    - `shares`: each rank's share.
+    - `plan_created`: when the plan was created; empty without a plan.
     """
 
     def __init__(
@@ -222,12 +222,13 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Note that `step` steps have ended by `at_s`; add an entry if the window is long enough.
+        """Note that `step` steps have ended, and add an entry if the current time window is full.
 
-        `at_s` is in monotonic seconds. `sums` returns the first rank's sums up to now. `quick`
-        returns a low percentile of the step times since its last call, in seconds. Entries stay in
-        memory until the next report is recorded, because writing may be slow.
+        - `at_s`: when the last step ended, in monotonic seconds.
+        - `sums`: returns the first rank's sums up to now.
+        - `quick`: returns a low percentile of the step times since its last call, in seconds.
         """
+        # entries stay in memory until the next report, because writing may be slow
         self._core.sample(at_s)
         if self._window is None:
             self._first_s = at_s
@@ -282,10 +283,8 @@ class TrainingJournal:
         self._noted = []
 
     def close(self) -> None:
-        """Record the final speed and how the training run ended, and close the file.
-
-        After Ctrl-C, the end isn't recorded, because the run counts as stopped.
-        """
+        """Record the final speed and how the training run ended, and close the file."""
+        # a run that was interrupted by Ctrl-C counts as stopped and has no end
         if not self._began or self._last is None:
             return
         self._write_noted()
@@ -327,10 +326,8 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the speed since the last speed entry, and the noise scale if it is known.
-
-        The first report only marks the start of the measured time.
-        """
+        """Record the speed since the last speed entry, and the noise scale if it is known."""
+        # the first report only marks the start of the measured time
         earlier = self._from
         self._from = record
         if earlier is not None and record.updated_at > earlier.updated_at:
@@ -353,11 +350,8 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry, after earlier entries that couldn't be written yet.
-
-        If too many entries are unwritten, the oldest one is dropped. The entry of the run's start
-        is never dropped.
-        """
+        """Write an entry, after earlier entries that couldn't be written yet."""
+        # of too many unwritten entries, the oldest is dropped, but never the start
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
             oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
@@ -382,10 +376,8 @@ class TrainingJournal:
 
 
 def _open_journal(run: str) -> int:
-    """Open a run's journal for appending, and return its file descriptor.
-
-    An incomplete last line, from a kill or a full disk, is removed.
-    """
+    """Open a run's journal for appending, and return its file descriptor."""
+    # a kill or a full disk may have left an incomplete last line
     path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
@@ -417,7 +409,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 def _write_whole(descriptor: int, line: bytes) -> None:
     """Append a line to the file.
 
-    If it can't be written completely, remove the incomplete part and raise OSError.
+    If that fails, remove what was written of the line and raise OSError.
     """
     before = os.fstat(descriptor).st_size
     try:

@@ -10,12 +10,10 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums of the durations of a device's last steps.
 
-    `record` is the record of the device's process, and `live` is the device's entry in it. The
-    record's sums are for the whole process. They don't apply to this device if the process has
-    several devices and this one reports its own compute time (own work). In that case, or if the
-    record has no such sums, return a single step made from the medians. Return empty sums if there
-    are no medians either.
+    `record` is the process's record, and `live` is the device's entry in it. Without such sums,
+    return a single step made from the medians. Return empty sums if there are no medians either.
     """
+    # the record's sums are the whole process's, not those of one of several devices
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
     if not (record.step_s or live.own_work_s):
@@ -37,9 +35,12 @@ def measure_rank(
 ) -> MeasuredRank:
     """Return a rank's metrics, which show what limits its speed.
 
-    `record` is the process's record and `live` its device. `name` is the name to show, and `sums`
-    are the sums over the rank's steps. `micro` is the number of rows per pass. `starved` is the
-    fraction of time in which the rank's threads waited for cores.
+    - `record`: the process's record.
+    - `live`: the device's entry in it.
+    - `name`: the name to show.
+    - `sums`: the sums over the rank's steps.
+    - `micro`: number of rows per pass.
+    - `starved`: fraction of time in which the rank's threads waited for cores.
     """
     return MeasuredRank(
         name=name,

@@ -1,6 +1,6 @@
 """The metrics of this process's training run, as a flat dict for an experiment tracker.
 
-They are the same metrics that the app shows.
+The app shows the same metrics.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
-    """The last metrics of a reporter, and the time until which they are valid.
+    """The last metrics of a reporter, and the time until which they are valid."""
 
-    They are cached because `metrics` may be called in every step, while
-    files change only twice a second.
-    """
+    # `metrics` may be called in every step, while files change only twice a second
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = weakref.ref(reporter)
@@ -37,10 +35,10 @@ _cache: _Cache | None = None
 def metrics() -> dict[str, float]:
     """Return the metrics of this process's training run, named `evener/NAME`.
 
-    They can be passed to `wandb.log` and similar functions, and cover the ranks on this machine.
-    The result is empty until the first report, about half a second after the start. A metric that
-    wasn't measured is left out; docs/trackers.md lists all metrics. Files are read at most twice a
-    second, however often this function is called.
+    They cover the ranks on this machine, and can be passed to `wandb.log` and similar functions.
+    The result is empty until the first report, about half a second after the start. Metrics that
+    weren't measured are left out; docs/trackers.md lists all. Files are read at most twice a
+    second.
     """
     global _cache
     reporter = newest_reporter()
@@ -58,7 +56,7 @@ def metrics() -> dict[str, float]:
 
 
 def _find_local_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """Return the newest record of each rank of this training run that is on this machine.
+    """Return the newest record of each rank of this training run on this machine.
 
     `own` is the record of this process.
     """
@@ -117,15 +115,14 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are above 0, because 0 means that a metric was not measured."""
+    """Return the metrics above 0; a metric of 0 was not measured."""
     return {name: metric for name, metric in metrics.items() if metric}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
     """Return pairs (number, device) for the devices of a process.
 
-    If the process has only one device, the device's number is the process's rank. Several devices
-    are numbered from 0.
+    A single device has the process's rank as its number. Several devices are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

@@ -1,8 +1,7 @@
 """Reports a training run's samples/s to the monitor.
 
-The reporter counts each step, and writes a small file at most twice a second.
-Reporting must not disturb training: it takes less than 0.05 % of the time, and a full
-disk or a missing folder is ignored.
+The reporter counts each step, and writes a small file at most twice a second. It must not disturb
+training: it takes less than 0.05 % of the time, and ignores a full disk or a missing folder.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from .journal import TrainingJournal
 class DeviceTimes(NamedTuple):
     """A device's compute time (own work) and waiting time per step, in seconds.
 
-    The fields are described in `LiveDevice`, which has the same ones.
+    The fields are those of `LiveDevice`.
     """
 
     own_work_s: float = 0.0
@@ -63,8 +62,7 @@ class DeviceTimes(NamedTuple):
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
     """Summarize a device's compute times (own work) and waiting times per step, in seconds.
 
-    Return the medians of both, the first decile of the waiting times and
-    the spread of the compute times.
+    Return both medians, the first decile of the waiting times and the spread of the compute times.
     """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
@@ -155,14 +153,12 @@ class Reporter:
 
     A reporter is thread-safe, and safe across forks. Its parameters are optional:
 
-    - `details` returns further metrics and the times of each device. It is called whenever a file
-      is written.
-    - `journal` is a journal in which each report is recorded, too.
-    - `now` returns the current batch's number, and what the process is doing with that batch. If no
-      step ends in time, a thread writes both to the file, so that the monitor shows where the
-      process hangs.
-    - `sums` returns the sums over all steps, for the journal.
-    - `quick` returns a low percentile of the step times since its last call, for the journal.
+    - `details`: returns further metrics and each device's times, for the file.
+    - `journal`: records each report, too.
+    - `now`: returns the current batch's number, and the process's activity. If no step ends in
+      time, a thread writes them to the file, to show where the process hangs.
+    - `sums`: returns the sums over all steps, for the journal.
+    - `quick`: returns a low percentile of the step times since its last call, for the journal.
     """
 
     _serials = iter(range(1 << 29))
@@ -221,9 +217,9 @@ class Reporter:
     ) -> None:
         """Count one optimizer step on `samples` samples, and write a report if it is due.
 
-        The arguments up to `batches` are described by `evener.report`. If a step isn't `timed`, for
-        example because it compiles, it is left out of samples/s. `tokens` are the step's numbers of
-        tokens without and with padding.
+        The arguments up to `batches` are described by `evener.report`. A step that isn't `timed`,
+        for example because it compiles, is left out of samples/s. `tokens` are the step's numbers
+        of tokens without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
@@ -242,9 +238,9 @@ class Reporter:
         """Count a step like the last one that was reported; this is cheaper than `report`.
 
         Return False, and count nothing, if no step was reported yet. Only the thread that reports
-        may call this method. The method doesn't wait for the lock, so if another thread makes a
-        record at the same time, that record may lack the samples of this step.
+        may call this.
         """
+        # without the lock, a record that another thread makes may lack the samples of this step
         if self._last_call is None:
             return False
         self._samples += samples
@@ -311,10 +307,11 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Exclude a step from the rates by adding its time and samples to the earlier counts.
+        """Exclude a step from the rates.
 
         `seconds` is the step's duration, and `counts` are its samples and tokens.
         """
+        # by adding its time and samples to the earlier counts
 
         def move(then: _Counts) -> _Counts:
             return _Counts(then.at + seconds, *map(operator.add, then[1:], counts))
@@ -349,10 +346,8 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return an up-to-date record; it may be newer than the file if the disk is slow.
-
-        Return None before there are samples/s to report.
-        """
+        """Return an up-to-date record; None before there are samples/s to report."""
+        # it may be newer than the file if the disk is slow
         with self._lock:
             if self._record is None or self._last_call is None:
                 return None
@@ -368,8 +363,7 @@ class Reporter:
     ) -> None:
         """Record a report in the journal and, if `rates` are known, write it to the file.
 
-        Also determine when the file has to be written again, and start the thread that notices
-        steps that hang.
+        Also schedule the next write, and start the thread that notices steps that hang.
         """
         if rates is None and self._journal is None:
             return
@@ -396,11 +390,8 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Record a report in the journal.
-
-        If there is no journal yet, it is created for a launched training run in which this
-        process reports for all devices.
-        """
+        """Record a report in the journal."""
+        # a launched run in which this process reports for all devices gets a journal here
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [live.id or f"device {live.index}" for live in record.devices]
             self._journal = TrainingJournal(shown, [live.batch for live in record.devices])
@@ -438,10 +429,8 @@ class Reporter:
             replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
 
     def _write(self, record: LiveRecord) -> None:
-        """Write the record to the first writable folder, in place of the last record.
-
-        `_file` is None if no folder is writable.
-        """
+        """Write the record to the first writable folder, in place of the last record."""
+        # `_file` stays None if no folder is writable
         self._record = record
         content = msgspec.json.encode(record)
         last = self._file
@@ -458,7 +447,7 @@ class Reporter:
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
         """Write the process's current activity whenever no step ends in time, until `ended` is set.
 
-        This is the function of a thread. A process that is stopped (SIGSTOP) writes nothing.
+        This is the function of a thread.
         """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -504,10 +493,12 @@ def report(
 ) -> None:
     """Report an optimizer step on `samples` samples to the monitor; call this after each step.
 
-    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the devices'
-    samples per step. By default, they are taken from the plan's shares; without a plan, the samples
-    are divided equally. `workload` and `framework` are names to show. Raises RequestError unless
-    `samples` is a non-negative whole number.
+    - `devices`: UUIDs, slice names, indices, or a plan's shares.
+    - `batches`: the devices' samples per step. By default, they are the plan's shares, or equal
+      parts of the samples.
+    - `workload`, `framework`: names to show.
+
+    Raises RequestError unless `samples` is a non-negative whole number.
     """
     global _own
     if _own is None:
@@ -516,10 +507,8 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True if this process reports for all devices of a training run started by evener launch.
-
-    It is then the run's only process, or in Keras the first process of a group.
-    """
+    """True if this process reports for all devices of a training run started by evener launch."""
+    # it is the run's only process, or in Keras the first process of a group
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
 
@@ -532,8 +521,8 @@ def _describe(
 ) -> tuple[LiveDevice, ...]:
     """Return the devices that compute, each with its part of the samples/s and its times.
 
-    `devices` and `batches` are arguments of `report`. `rate` is the samples/s of all devices, and
-    `times` are the devices' times.
+    `devices` and `batches` are arguments of `report`. `rate` is all devices' samples/s, and `times`
+    are the devices' times.
     """
     named = [_identify(device) for device in devices]
     sizes = (
@@ -595,10 +584,8 @@ def _whole(samples: object) -> int:
 
 
 def _reset_all() -> None:
-    """Reset all reporters in a forked child.
-
-    The child then reports from zero as a process of its own, and doesn't touch its parent's files.
-    """
+    """Reset all reporters in a forked child, which then reports from zero."""
+    # without a touch on its parent's files
     for reporter in list(_reporters):
         reporter._reset()
 

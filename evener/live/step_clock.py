@@ -17,9 +17,9 @@ class ClockedReports:
     """Measures the steps of one process and reports each step to the monitor.
 
     A trainer calls `begin` once it has its batch, and `end` when the step is done. The time from an
-    end to the next beginning, in which the process waits for the loader or runs callbacks, counts
-    as input. With a GPU, the time is measured on the host, which runs ahead of the GPU. Once the
-    host has to wait for the GPU, its step times equal the GPU's.
+    end to the next beginning counts as input: the process waits for the loader or runs callbacks.
+    Times are measured on the host. A host that runs ahead of its GPU eventually waits for it, so
+    that the step times become the GPU's.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
@@ -68,11 +68,8 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all `world` processes of a training run share.
-
-    The name is made from the environment variables of their rendezvous. It
-    is empty for a single process.
-    """
+    """Return a name that all `world` processes of a training run share; "" for a single process."""
+    # made from the environment variables of their rendezvous
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     )

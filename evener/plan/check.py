@@ -21,11 +21,16 @@ def check_fit(
 ) -> tuple[str, ...]:
     """Return a warning for each difference between `plan` and this training run.
 
-    `devices` are the ids of the available devices, and `world` is the number of processes.
-    `workload_digest` is the model's digest, and `framework` the framework's name. `global_batch` is
-    the number of samples per step if it differs from the plan's. Arguments that are None aren't
-    checked. Raises PlanError if the training run can't use the plan at all. With `strict`, any
-    warning raises PlanError, too.
+    Arguments that are None aren't checked:
+
+    - `devices`: ids of the available devices.
+    - `world`: number of processes.
+    - `workload_digest`: digest of the model.
+    - `global_batch`: samples per step, if different from the plan's.
+    - `framework`: name of the framework.
+
+    Raises PlanError if the training run can't use the plan at all. With `strict`, any warning
+    raises PlanError, too.
     """
     # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
@@ -50,7 +55,7 @@ def check_fit(
 def check_global_batch(global_batch: int, devices: int) -> int:
     """Return the global batch as an int; NumPy integers are accepted, too.
 
-    Raises PlanError if it isn't a whole number or has fewer samples than there are `devices`.
+    Raises PlanError if it isn't a whole number or is smaller than the number of `devices`.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
@@ -62,7 +67,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's product name and id for messages; only the id if it has no other name."""
+    """Return a device's product name and id for messages, or only its id."""
     return (
         f"{share.name} ({share.device})"
         if share.name and share.name != share.device

@@ -1,8 +1,8 @@
 """The plan file, which holds the layout that a training script applies and the evidence for it.
 
 Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
-error that names the key. Writing is atomic, and a plan that is read and written again yields the
-same bytes.
+error that names the key. Writing is atomic. A plan that is read and written again yields the same
+bytes.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the machine and model on which the plan was measured.
 
-    A training run compares it with its own machine and model, because a different machine or model
-    needs a plan of its own.
+    Another machine or model needs another plan, so a training run compares it with its own.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
@@ -186,11 +185,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the number of samples of each device; the numbers sum to `global_batch` exactly.
+        """Return the number of samples of each device; they sum to `global_batch` exactly.
 
-        The default of `global_batch` is the plan's own. A plan may divide each batch by the cost of
-        its rows, which depends on their lengths. In that case, the numbers of samples have the
-        proportions of the costs, for training runs that don't know the lengths.
+        The default is the plan's global batch. If the plan divides batches by the rows' costs, the
+        numbers are proportional to the costs.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -200,8 +198,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the number of rows per pass of each device at `global_batch`.
 
-        The default of `global_batch` is the plan's own. A device that computes the plan's share in
-        one pass computes every share in one pass.
+        The default is the plan's global batch. A device that needs one pass for the plan's share
+        gets one pass for any share.
         """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
@@ -223,10 +221,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
+    """Read a plan from a TOML or JSON file, and record for `evener launch` that it is used.
 
-    Also record for `evener launch` that this process uses its plan. If the file isn't a valid plan,
-    raises PlanError, which names the invalid value and its key.
+    Raises PlanError, with the invalid value and its key, if the file isn't a valid plan.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -261,11 +258,8 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _with_kinds(plan: Plan) -> Plan:
-    """Return the plan with the kind of layout filled in for each comparison in its `evidence`.
-
-    The kind is derived from the comparison's name, because plans written by evener 0.1 and 0.2 have
-    only names.
-    """
+    """Return the plan with the kind of each comparison in its `evidence` filled in by name."""
+    # plans of evener 0.1 and 0.2 have only names
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",
         BEST_SPLIT: "other_shares",
@@ -308,10 +302,8 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def with_current_schema(plan: Plan) -> Plan:
-    """Return the plan converted to the oldest current schema that can represent it.
-
-    Old journals contain plans of schema 1.
-    """
+    """Return the plan converted to the oldest current schema that can represent it."""
+    # old journals contain plans of schema 1
     sharded = any(
         layout.traits.sharded
         for layout in (plan.layout, *(rival.layout for rival in plan.evidence))
@@ -329,7 +321,7 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return a copy of the layout in which shares without rows per pass have a single pass."""
+    """Return a copy of the layout with a single pass for shares without rows per pass."""
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -337,10 +329,8 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return a copy of the data in which each undecodable byte is a question mark.
-
-    File names may contain such bytes, but neither TOML nor JSON can store them.
-    """
+    """Return a copy of the data in which each undecodable byte is a question mark."""
+    # file names may contain such bytes, which neither TOML nor JSON can store
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):
@@ -363,10 +353,8 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return a copy of nested data without terminal control characters in its strings.
-
-    Training runs print such strings, for example device names.
-    """
+    """Return a copy of nested data without terminal control characters in its strings."""
+    # training runs print such strings, for example device names
     if isinstance(data, str):
         return printable(data)
     if isinstance(data, dict):
@@ -377,9 +365,9 @@ def _as_printable(data: Any) -> Any:
 def _check_whole_numbers(data: Any, where: str) -> None:
     """Raise PlanError, with the key, for an integer that doesn't fit in 64 bits.
 
-    `where` is the key of `data` for the message. msgspec doesn't check such integers against a
-    field's limits.
+    `where` is the key of `data` for the message.
     """
+    # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")
     if isinstance(data, dict):

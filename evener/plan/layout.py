@@ -161,11 +161,12 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout from template shares (`devices`) and the number of samples per device.
+    """Return a layout with `batches` samples per device.
 
-    `micros` are the rows per pass, by default all rows of a device. `ratios` are fractions of cost,
-    by default fractions of samples. The templates' batch, ratio and micro are replaced; their other
-    fields are kept. `engine`, `processes` and `placement` are fields of the PlanLayout.
+    - `devices`: shares whose batch, ratio and micro are replaced.
+    - `micros`: rows per pass, by default all rows of a device.
+    - `ratios`: fractions of cost, by default fractions of samples.
+    - `engine`, `processes`, `placement`: fields of the PlanLayout.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -179,10 +180,10 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """Return a copy of `layout` in which missing keys are derived from its devices and batches.
+    """Return a copy of `layout`, the decoded data of a plan file, with missing keys filled in.
 
-    `layout` is the decoded data of a plan file. If it has no valid list of shares, it is returned
-    unchanged, and reading the plan raises an error later.
+    They are derived from its devices and batches. Without a valid list of shares, `layout` is
+    returned unchanged; reading the plan then raises an error.
     """
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
@@ -205,10 +206,8 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """Return a share's rows, or 0 if its `batch` isn't a valid number of rows.
-
-    The invalid number is reported later, when the share itself is read.
-    """
+    """Return a share's rows, or 0 if its `batch` isn't a valid number of rows."""
+    # the invalid number is reported when the share itself is read
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
 
@@ -288,7 +287,7 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 def _has_valid_state(share: Share) -> bool:
     """True if the share holds a valid part of the sharded state.
 
-    A share without rows may also hold no part of it.
+    Only a share without rows may hold no part.
     """
     if not share.state:
         return not share.batch

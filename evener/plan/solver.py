@@ -1,7 +1,6 @@
 """Find the shares of a batch that minimize step time, from the curves and limits in a plan.
 
-A curve gives a device's compute time as a function of its number of rows. The functions have no
-side effects.
+A curve gives a device's compute time as a function of its rows. This module has no side effects.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the curve of each share.
 
-    If any share has no curve, compute times are assumed to be proportional to rows on all devices.
-    All devices then take equally long for their shares.
+    If any share has no curve, every device's time is assumed to be proportional to its rows. All
+    devices then take equally long for their shares.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
@@ -31,9 +30,7 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
     """Return the curve through each device's knots.
 
-    If any device has fewer than two knots, compute times are assumed to be proportional to rows on
-    all devices. The curves then give each device the same time for its number of rows in `rows`;
-    see `proportional_curves`.
+    If any device has fewer than two knots, return the `proportional_curves` of `rows`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -61,15 +58,13 @@ def solve_shares(
 ) -> tuple[int, ...] | None:
     """Return the rows per device that minimize the step time; None if they don't fit in memory.
 
-    `curves` has each device's compute time by rows. Shares sum to `batch`, and each is at least
-    `quantum`.
+    Shares sum to `batch`, and each is at least `quantum`.
 
-    - `pass_limits` has the maximum number of rows that fit in each device's memory in one pass, or
-      0 if there is no limit.
-    - `passes` has, for each device, the maximum number of rows per pass if its share is computed in
-      several passes. With 0, the share isn't divided into passes and is at most the pass limit.
-      True stands for the pass limits, and False for 0 on all devices.
-    - `extras` has the seconds that each pass after the first adds to a device's step.
+    - `curves`: each device's compute time by rows.
+    - `pass_limits`: the most rows per pass that fit in each device's memory; 0 for no limit.
+    - `passes`: each device's maximum rows per pass, if its share may take several. With 0, the
+      share is a single pass. True stands for the pass limits, and False for 0 on all devices.
+    - `extras`: seconds that each pass after the first adds to a device's step.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -91,7 +86,7 @@ def solve_shares(
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
     """Return the rows per pass of each share: its rows, but at most its pass limit.
 
-    A pass limit of 0 means that there is no limit.
+    A pass limit of 0 means no limit.
     """
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
@@ -100,7 +95,7 @@ def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, .
 def _join_knots(knots: Knots) -> Curve:
     """Return the piecewise linear curve through the knots (rows, seconds).
 
-    Beyond the last knot it continues with the slope of the last segment.
+    It continues beyond the last knot with the slope of the last segment.
     """
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)
@@ -110,12 +105,11 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """Return the plan without the devices in `gone`, at the same global batch.
 
-    `gone` contains pairs of a host and the id of a device on it. The remaining devices get the
-    shares that their curves predict to be fastest within memory. Several passes are used if the
-    plan used them, or if the batch doesn't fit in memory otherwise. The throughput isn't measured,
-    but estimated: it is the plan's throughput times the fraction of the batch that the remaining
-    devices had. Raises PlanError if no device remains, if the remaining devices compute no rows, or
-    if only one device of a sharded plan remains.
+    `gone` has pairs of a host and a device id. The remaining devices get the shares that are
+    fastest by their curves and fit in memory, in passes if necessary. The throughput is only
+    estimated: the plan's throughput times the fraction of the batch that they had before. Raises
+    PlanError if no device remains, if the remaining ones compute no rows, or if one device of a
+    sharded plan remains.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
@@ -182,11 +176,8 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
 def _rows_of(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return two dictionaries keyed by the shares in `left`: their rows, and their rows per pass.
-
-    The rows are computed from the devices' curves. If the shares are fractions of cost, or the
-    curves give no solution, the rows are divided in the proportions of the shares instead.
-    """
+    """Return the new rows, and the rows per pass, of the shares in `left`."""
+    # from the curves; in proportion to the shares if these are costs or the curves give no solution
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
     rows = None if layout.by_cost else _solve(layout, computing, pass_limits)
@@ -208,10 +199,9 @@ def _largest_pass(share: Share) -> int:
 def _solve(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the rows of each share in `left` that are fastest according to the devices' curves.
+    """Return the rows of each share in `left` that are fastest by the devices' curves.
 
-    Several passes are used if the plan has them or if the rows don't fit in memory otherwise. The
-    result is None if the rows don't fit at all.
+    Return None if the rows don't fit in memory, even in several passes.
     """
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)

@@ -1,4 +1,4 @@
-"""Detects whether a script that `evener launch` started reads its plan in at least one process."""
+"""Detects whether any process of a script that `evener launch` started reads its plan."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def is_used(path: str) -> bool:
 def explain_once(path: str, words: str) -> None:
     """Print the message `words`, unless another process of this host has already printed it.
 
-    `path` is the launcher's file, which is locked meanwhile. Other processes wait until the message
-    is printed, because the launcher stops all processes once one has exited.
+    `path` is the launcher's file, which is locked meanwhile.
     """
+    # other processes wait, because the launcher stops all of them once one has exited
     with open(path, "r+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         if _EXPLAINED in stream.read():
@@ -78,8 +78,8 @@ def explain_once(path: str, words: str) -> None:
 def describe_unused(imported: Container[str], program: bool) -> str:
     """Return a message for a script that reads no plan, with the lines to add to it.
 
-    The lines depend on the libraries that the script has `imported`. `program` is True if `evener
-    run` could balance the script without changes.
+    `imported` are the libraries that the script imports. `program` is True if `evener run` could
+    balance the script without changes.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

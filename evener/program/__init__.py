@@ -1,5 +1,4 @@
-"""Hooks that `evener run` installs in a program's processes.
+"""Hooks with which `evener run` makes an unchanged PyTorch program train by shares.
 
-With these hooks, an unchanged PyTorch program trains by shares: each rank gets the number of rows
-per batch that the plan assigns to its device.
+Each rank then gets the number of rows per batch that the plan assigns to its device.
 """

@@ -38,10 +38,9 @@ MOST_LISTED = 16  # elements of a script's list that may be models
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of PyTorch that make a script train on all GPUs.
 
-    This function is called during a step of the script's optimizer, in a loop over `loader`. The
-    suggested lines keep the global batch. They can be inserted right before the outermost loop,
-    whose line number is in the message if it can be found. If the model is on a GPU, the first
-    line has to run before the model is moved there.
+    Call this during a step of the script's optimizer, in a loop over `loader`. The suggested lines
+    keep the global batch, and belong right before the outermost loop. If the model is on a GPU, the
+    first line has to run before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     frame = _find_frame(weights, loader)
@@ -68,9 +67,9 @@ def advise(optimizer: Any, loader: Any) -> str:
 def _describe_changes(frame: FrameType | None, loader: str, models: Set[str]) -> tuple[str, str]:
     """Return where to insert evener's lines, and how to rewrite uses of the models' own methods.
 
-    `loader` and `models` are the script's names for its loader and its models. The frame is None if
-    it isn't known. Without a frame, or if its file can't be parsed, the place is described without
-    a line number.
+    `frame` is the stack frame of the loop; None if unknown. `loader` and `models` are the script's
+    names for its loader and its models. The place has a line number if the frame's file can be
+    parsed.
     """
     body = None if frame is None else _parse_file(frame)
     if frame is None or body is None:
@@ -110,11 +109,10 @@ def advise_fastai() -> str:
 
 
 def advise_lightning() -> str:
-    """Return a message with two lines of Lightning that make a script train on all devices.
+    """Return a message with the two lines of Lightning that make a script train on all devices.
 
-    A script needs these lines if its Trainer uses one device although several ranks are available.
-    The lines keep the global batch by dividing the batch size of each rank's loader by the number
-    of ranks.
+    It is for a Trainer that uses one device although several ranks are available. The lines keep
+    the global batch: each rank's batch size is divided by the number of ranks.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
@@ -127,8 +125,8 @@ def advise_lightning() -> str:
 def _share_rows(name: str, loader: Any) -> list[str]:
     """Return the suggested lines that give each rank an equal part of a loader's batches.
 
-    `name` is the script's variable for the loader. If `loader` isn't a DataLoader with a batch
-    size, the lines contain placeholders for its arguments.
+    `name` is the script's variable for the loader. The lines have placeholders unless `loader` is a
+    DataLoader with a batch size.
     """
     data = "torch.utils.data"
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
@@ -153,11 +151,10 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """Return the stack frame whose variables the message names; None if no frame has them.
 
-    `weights` has the ids of the optimizer's parameters. Only frames of the program's own code
-    count. The result is the outermost frame that has variables for both the loader and a trained
-    model. If there is none, it is the outermost frame with a variable for one of the two. Lines
-    inserted in the outermost frame run once, before all epochs.
+    It is the program's outermost frame with variables for the loader and a trained model, or else
+    for one of them. `weights` are the ids of the optimizer's parameters.
     """
+    # lines inserted in the outermost frame run once, before all epochs
     best, most = None, 0
     for frame in _own_frames():  # later frames are further out
         names = _list_names(frame)
@@ -170,21 +167,17 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _collect_weights(names: Mapping[str, Any]) -> set[int]:
-    """Return the ids of the parameters of all optimizers among a script's variables.
-
-    A script may have several optimizers, such as one for each model of a GAN.
-    """
+    """Return the ids of the parameters of all optimizers among a script's variables."""
+    # such as one optimizer for each model of a GAN
     optimizers = [each for each in names.values() if isinstance(each, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return {id(each) for group in groups for each in group["params"]}
 
 
 def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
-    """Return the script's name for a DataLoader.
+    """Return the script's name for a DataLoader; "" if it has none or the loader is None.
 
-    Return "" if the script has no name for it, or if the loader is None. If an object of a library,
-    such as timm, holds the DataLoader in its attribute `loader`, the name has two parts, for
-    example "train_loader.loader".
+    An attribute of a library's object has a name such as "train_loader.loader".
     """
     if loader is None:
         return ""
@@ -200,10 +193,10 @@ def _name_loader(names: Mapping[str, Any], loader: Any) -> str:
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str, ...]]:
     """Return the names of each model that optimizers train, without nested models.
 
-    `names` maps the script's variables to their values, and `weights` has the ids of the
-    optimizers' parameters. A model may have several names. A name such as "models[0]" comes first,
-    because other names may be set only in the loop.
+    `names` are the script's variables. `weights` are the ids of the optimizers' parameters. A model
+    may have several names.
     """
+    # a name like "models[0]" comes first, because the others may be set only in the loop
     left, found = set(weights), []
     ranked = sorted(
         names, key=lambda name: (-_count_trained(names[name], weights), not name.endswith("]"))
@@ -217,10 +210,10 @@ def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[tuple[str,
 
 
 def _list_names(frame: FrameType) -> dict[str, Any]:
-    """Map the names of a frame's variables to their values.
+    """Return a frame's variables by name, with attributes such as "self.model".
 
-    Attributes of objects of the script's own classes are included under names such as "self.model".
-    So are models in lists, under names such as "models[0]".
+    Attributes are listed for objects of the script's own classes. Items of lists have names such as
+    "models[0]".
     """
     names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
     attributes = {}
@@ -247,9 +240,9 @@ def _file_of(kind: type) -> str:
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
     """Return the line before which to insert the suggested lines; 0 outside of any loop.
 
-    The lines belong before the outermost loop around the current line. If the script creates an
-    iterator over the loader before that loop, they belong before the line that creates the
-    iterator. `body` is the frame's parsed file, and `loader` the script's name for the loader.
+    It is the outermost loop around the current line, or an earlier line that creates an iterator
+    over the loader. `body` is the frame's parsed file, and `loader` the script's name for the
+    loader.
     """
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)
@@ -259,12 +252,12 @@ def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
 def _describe_methods(frame: FrameType, body: ast.AST, models: Set[str], inserted: int) -> str:
     """Return, as text, how to rewrite a script's uses of the models' own methods; "" if none.
 
-    A wrapped model no longer has these methods and attributes, because DistributedDataParallel
-    keeps the model in its attribute `module`. `body` is the frame's parsed file, and `models` are
-    the names of the models. In the frame's own function, only uses from the line `inserted` on
-    count. In other functions, a variable with the name of a model is taken for that model unless it
-    is assigned there.
+    - `body`: the frame's parsed file.
+    - `models`: the names of the models.
+    - `inserted`: the line before which the model is wrapped; earlier uses stay as they are.
     """
+    # DistributedDataParallel keeps the model in its attribute `module`. In other functions, a
+    # variable with a model's name is taken for the model unless it is assigned there.
     found: dict[str, list[int]] = {}
     scopes = [each for each in ast.walk(body) if isinstance(each, ast.Module | ast.FunctionDef)]
     for scope in scopes:
@@ -319,8 +312,8 @@ def _is_in_wrapper(name: str) -> bool:
 def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
     """Return the first line that creates an iterator over the loader; 0 if there is none.
 
-    Only lines from `first` to before `last` are searched. `body` is the parsed file, and `loader`
-    the loader's name.
+    Lines from `first` to before `last` are searched. `body` is the parsed file, and `loader` the
+    loader's name.
     """
     found = []
     for each in ast.walk(body):
@@ -334,8 +327,7 @@ def _find_iterator(body: ast.AST, loader: str, first: int, last: int) -> int:
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
     """Return the first line of the outermost loop around `line`; 0 if there is none.
 
-    `body` is the parsed file. Loops outside of the function that begins at line `first` are
-    ignored.
+    `body` is the parsed file. `first` is the first line of the function to search.
     """
     found: list[int] = []
     for each in ast.walk(body):
@@ -349,7 +341,7 @@ def _find_loop(body: ast.AST, line: int, first: int) -> int:
 def _count_trained(value: Any, weights: set[int]) -> int:
     """Return how many parameters of a model an optimizer trains; 0 if `value` isn't a model.
 
-    `weights` has the ids of the optimizer's parameters.
+    `weights` are the ids of the optimizer's parameters.
     """
     if not isinstance(value, torch.nn.Module):
         return 0
@@ -357,10 +349,8 @@ def _count_trained(value: Any, weights: set[int]) -> int:
 
 
 def _own_frames() -> Iterator[FrameType]:
-    """Yield the stack frames of the program's own code, innermost first.
-
-    Frames of installed libraries, Python and evener are skipped.
-    """
+    """Yield the stack frames of the program's own code, innermost first."""
+    # without installed libraries, Python and evener
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

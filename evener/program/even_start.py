@@ -1,11 +1,10 @@
 """The even steps with which a library's trainer begins under `evener run`.
 
-In a plain loop, evener can record how a loss is computed and compute it again to test whether
-uneven shares change it. In a library's trainer, it can't. Therefore every rank gets the same number
-of rows in the first steps, and two checks are made. The first audits check whether the plan's
-shares would give the same gradient. The collectives that the program's own code calls are observed,
-because their results may affect a later loss. If neither check finds that uneven shares would
-change what the model learns, the plan's shares take effect.
+In a plain loop, evener can compute a loss again to test whether uneven shares change it. In a
+library's trainer, it can't. Therefore the first steps have even shares, and two checks are made.
+Audits check whether the plan's shares give the same gradient. The program's collectives are
+observed, because their results may affect a later loss. If both find no reason against uneven
+shares, the plan's shares take effect.
 """
 
 from __future__ import annotations
@@ -41,10 +40,13 @@ class RankStart(msgspec.Struct):
 class EvenStart:
     """Starts a training run with even shares, and decides after the first audits how to go on.
 
-    `training` is the PlannedTraining, and `exchange` gathers a RankStart from every rank. After the
-    last even step, every rank calls `leave` if the plan's shares take effect, or `stay` with the
-    reason why shares have to stay even. Neither is called if an audit has found a difference,
-    because the audit itself then makes shares stay even.
+    - `training`: the PlannedTraining.
+    - `exchange`: gathers a RankStart from every rank.
+    - `stay`: called with the reason why shares have to stay even.
+    - `leave`: called if the plan's shares take effect.
+
+    After the last even step, all ranks call either `stay` or `leave`. They call neither if an audit
+    has found a difference, which itself makes shares stay even.
     """
 
     def __init__(
@@ -119,9 +121,8 @@ def _find_fault(every: list[RankStart]) -> str:
 def find_callback() -> str:
     """Return where the program's own code calls a collective while a trainer runs a step.
 
-    Call this function from the hook of the collective. The result is the file and line, such as
-    "train.py:12". It is empty if a library or evener makes the call, or if no trainer is on the
-    call stack.
+    Call this from the hook of the collective. The result is the file and line, such as
+    "train.py:12"; "" if a library or evener makes the call, or if no trainer is on the call stack.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):
@@ -142,7 +143,6 @@ def find_callback() -> str:
 def comes_from_rows(name: str) -> bool:
     """True if a collective's result may be computed from several ranks' rows.
 
-    It is False only for broadcasts, whose result comes from one rank. `name` is the name of the
-    collective's function.
+    `name` is the name of the collective's function. Only broadcasts give False.
     """
     return name not in FROM_ONE

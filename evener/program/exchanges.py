@@ -116,8 +116,9 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 class Exchanges:
     """Inspects the collectives that the program's own code calls.
 
-    `fault` is the reason why shares can't be uneven; it is empty until a reason is found. `origins`
-    tracks what was computed from exchanged values. `note` is called for each collective.
+    - `fault`: why shares can't be uneven; empty until a reason is found.
+    - `origins`: tracks what was computed from exchanged values.
+    - `note`: called for each collective.
     """
 
     def __init__(self, note: Callable[[], None]) -> None:
@@ -138,10 +139,9 @@ class Exchanges:
     ) -> Any:
         """Call the collective `wrapped`, and return its result.
 
-        If `guard` is given and `checks` is True, check whether the exchanged values prevent uneven
-        shares, and set `fault` if so. If shares are uneven (`is_uneven`), ranks may contribute
-        tensors with different numbers of rows to a gather, and each tensor is returned with its own
-        rows. Collectives that a known library calls aren't inspected.
+        With `guard` and `checks`, set `fault` if the exchanged values prevent uneven shares. With
+        `is_uneven`, a gather accepts different numbers of rows, and returns each rank's tensor with
+        its own number. A known library's collectives aren't inspected.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
@@ -169,18 +169,15 @@ class Exchanges:
         return result
 
     def _run(self, call: ExchangeCall, is_uneven: bool) -> Any:
-        """Call the collective.
-
-        If shares are uneven, a gather may then combine tensors with different numbers of rows.
-        """
+        """Call the collective; if `is_uneven`, a gather may combine different numbers of rows."""
         with self._within():
             return run_compared(call) if is_uneven and not self._knows_rows else call.run()
 
     def note_entered(self, words: str, what: str) -> None:
         """Set `fault`, because values from a collective affect what the model learns.
 
-        `words` names the collective, and `what` says where its values go, such as "its loss".
-        Nothing changes if `words` is empty or `fault` is already set.
+        `words` names the collective; nothing happens if it is empty. `what` says where its values
+        go, such as "its loss". An earlier fault stays.
         """
         if words and not self.fault:
             self.fault = (
@@ -190,10 +187,8 @@ class Exchanges:
 
     @contextmanager
     def handling_rows(self) -> Iterator[None]:
-        """Return a context for a function that itself handles different numbers of rows per rank.
-
-        In this context, collectives are called unchanged. It isn't a fault if they exchange rows.
-        """
+        """Return a context for a function that itself handles ranks' different numbers of rows."""
+        # there, collectives are called unchanged, and exchanging rows is no fault
         before, self._knows_rows = self._knows_rows, True
         try:
             yield
@@ -274,11 +269,8 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _sums_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if a call gives sums over the rows of all ranks, or gathers a sum from each rank.
-
-    Such results don't depend on how the rows are divided among the ranks, because the sum over all
-    ranks stays the same.
-    """
+    """True if a call gives sums over the rows of all ranks, or gathers a sum from each rank."""
+    # such results are the same however the rows are divided among the ranks
     every = _tensors(call)
     if call.name == "all_reduce":
         is_sum = _name_operation(call) in _SUMMING
@@ -303,10 +295,8 @@ def _prepare_guard(call: ExchangeCall, guard: Guard) -> None:
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
-    """Make the guard treat the tensors that the call has filled as inputs.
-
-    How the program computed their previous contents no longer matters.
-    """
+    """Make the guard treat the tensors that the call has filled as inputs."""
+    # how the program computed their previous contents no longer matters
     for each in each_tensor_in(call.filled):
         guard.treat_as_input(each)
 
@@ -314,7 +304,7 @@ def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
     """True if the call exchanges a scalar that equals `rows`, the rank's number of rows.
 
-    The result is False if `rows` is 1, because many other values also equal 1.
+    False if `rows` is 1, because many other values equal 1.
     """
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(each.detach()) == rows for each in numbers)
@@ -327,8 +317,8 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line in the program's own code that calls a collective.
 
-    The search starts at `frame`, the caller of the hook. An example is "train.py:12". The result is
-    "" if a library in LIBRARIES makes the call.
+    The search starts at `frame`, the caller of the hook. The result is like "train.py:12"; "" if a
+    library in LIBRARIES makes the call.
     """
     while frame is not None and is_between(frame):
         frame = frame.f_back
@@ -351,7 +341,7 @@ def _module(frame: FrameType) -> str:
 
 
 def is_between(frame: FrameType) -> bool:
-    """True if a frame runs a wrapper that a program calls to reach a collective (see _BETWEEN)."""
+    """True if a frame runs a wrapper through which a program calls a collective (see _BETWEEN)."""
     name = _module(frame)
     return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
 
@@ -370,8 +360,8 @@ def is_installed(path: str) -> bool:
 def run_compared(call: ExchangeCall) -> Any:
     """Run the call, which may gather tensors with different numbers of rows from the ranks.
 
-    Return what the collective returns. Raises RequestError on every rank if the tensors differ in
-    other dimensions, or if the collective or its output can't hold different numbers of rows.
+    Raises RequestError on every rank if the tensors differ in other dimensions, or if the
+    collective or its output can't hold different numbers of rows.
     """
     group, own = call.bound.arguments.get("group"), call.given
     single = isinstance(own, torch.Tensor) and own.ndim > 0 and call.name not in _ANY_SIZE
@@ -413,9 +403,9 @@ class _Complete:
 def _can_all_fill(call: ExchangeCall) -> bool:
     """True if no rank of the call's group gathers into a view of another tensor.
 
-    Such a view can't be resized to other ranks' numbers of rows. Every rank has to call this
-    function, even if only some ranks receive the gathered values.
+    Every rank of the group must call this (a collective).
     """
+    # a view can't be resized to other ranks' numbers of rows
     can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
     dist.all_reduce(every, dist.ReduceOp.MIN, group=call.bound.arguments.get("group"))
@@ -450,9 +440,9 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def _gather_all(call: ExchangeCall, counts: list[int]) -> list[torch.Tensor]:
     """Gather the rows of all ranks, and return one tensor per rank.
 
-    `counts` has each rank's number of rows. Before the exchange, each rank's tensor is padded to
-    the largest of these numbers.
+    `counts` are the ranks' numbers of rows.
     """
+    # tensors are padded to the largest of these numbers for the exchange
     padded = pad_rows(call.given.detach(), max(counts))
     every = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(every, padded, group=call.bound.arguments.get("group"))

@@ -1,9 +1,9 @@
 """Prepare a process for the process group that its program creates.
 
-The group consists either of the ranks that `evener run` started, or of processes that the program
-or its launcher started. Some programs never create a group. Therefore evener's ranks after the
-first one begin to run the program only when the first rank creates a group with them. A process
-that evener didn't start gets the plan's device for its rank in its group.
+The group consists of the ranks that `evener run` started, or of processes that the program itself
+started. Some programs never create a group. Therefore evener's first rank runs the program alone
+until it creates a group with the others. A process that evener didn't start gets the plan's device
+for its rank.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ def current_rank() -> int:
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Prepare this process for the process group that the program creates, then create the group.
 
-    This function wraps `torch.distributed.init_process_group`. At first, only evener's first rank
-    runs the program, and its other ranks wait. They begin when the program creates a group with
-    them, which is in this call. A process that evener didn't start gets the device that belongs to
-    its rank.
+    This wraps `torch.distributed.init_process_group`. If the group is evener's, the waiting ranks
+    begin to run the program. A process that evener didn't start gets the device of its rank.
     """
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
@@ -91,10 +89,10 @@ def _signature(function: Any) -> inspect.Signature:
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
     """Return this process's rank and the size of the group that is about to be created.
 
-    `given` has the arguments of `init_process_group`. Both numbers come from these arguments or
-    from the environment. Return None if either number is missing; with MPI, for example, only the
-    backend knows them.
+    `given` are the arguments of `init_process_group`. Return None if a number is neither in them
+    nor in the environment.
     """
+    # with MPI, only the backend knows them
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
     world = query.get("world_size", given.get("world_size", -1))
@@ -111,10 +109,10 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    `place` is this process's rank in the group, and `method` is the script's `init_method`. A
-    script may choose its own rendezvous address. Therefore a different address counts as another
-    group only if a launcher in the program has also started sibling ranks.
+    `place` is this process's rank in the group, and `method` is the script's `init_method`.
     """
+    # A script may choose its own rendezvous address. So another address means another group only if
+    # a launcher in the program has started sibling ranks.
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_eveners_rank() or known != (str(place.rank), str(place.world)):
         return False
@@ -127,11 +125,9 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
     """Raise RequestError if this process would wait for ranks that nobody starts.
 
-    This happens if the program's first process creates a group on this machine, and the size of the
-    group isn't the number of evener's ranks. For example, the program's own options may list fewer
-    GPUs than evener has devices. If the program has started processes for the group, nothing is
-    raised. `given` has the arguments of `init_process_group`.
+    `given` are the arguments of `init_process_group`.
     """
+    # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
         return
@@ -147,7 +143,7 @@ def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
 def _is_local(given: dict[str, Any]) -> bool:
     """True if a group's processes certainly meet on this machine.
 
-    `given` has the arguments of `init_process_group`.
+    `given` are the arguments of `init_process_group`.
     """
     method = given.get("init_method")
     if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
@@ -162,8 +158,7 @@ def _eveners_address() -> str:
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
     """Return HOST:PORT of the group's rendezvous.
 
-    The address comes from `method` if that is a tcp:// URL. If not, it comes from the environment
-    `variables`.
+    It is that of `method` if this is a tcp:// URL, or else that of the environment `variables`.
     """
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")
@@ -187,9 +182,9 @@ def _read_start_environment(process: str) -> dict[str, str]:
 def _has_sibling(own: dict[str, str]) -> bool:
     """True if a launcher in this program has also started another rank.
 
-    `own` has this process's environment variables. A sibling has the same run, rendezvous address
-    and number of ranks, but another rank.
+    `own` are this process's environment variables.
     """
+    # a sibling has the same run, rendezvous address and number of ranks, but another rank
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
         other = _read_start_environment(process)
@@ -200,12 +195,12 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _take_device(place: GroupRank) -> None:
-    """Set this process's device to the device that the plan has for its rank.
+    """Set this process's device to the one that the plan has for its rank.
 
-    This is for a process that evener didn't start. If the number of processes differs from the
-    plan's number of shares, the plan is ignored and the program starts with even shares. If there
-    are more processes than shares, several processes use one device.
+    This is for a process that evener didn't start.
     """
+    # more processes than shares use devices together; another number than the plan's means even
+    # shares
     # these variables belong to the process that started this one
     if place.is_given and is_eveners_rank():
         for name in RANK_VARIABLES:
@@ -224,10 +219,7 @@ def _take_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Remove evener's restriction of Gloo and NCCL to loopback if the group spans several machines.
-
-    Otherwise the machines couldn't reach each other.
-    """
+    """If the group spans several machines, let Gloo and NCCL use more than loopback again."""
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -245,7 +237,7 @@ def _keep_to(device: str) -> None:
 def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Start processes for torch.multiprocessing without evener's rank variables.
 
-    This function wraps `torch.multiprocessing.spawn.start_processes`.
+    This wraps `torch.multiprocessing.spawn.start_processes`.
     """
     with _without_rank():
         return wrapped(*arguments, **keywords)
@@ -253,11 +245,8 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which the environment lacks a rank's variables, such as RANK.
-
-    Otherwise child processes would act as the ranks that evener started. A process that has already
-    created a group with evener's other ranks keeps its variables.
-    """
+    """Return a context in which the environment lacks a rank's variables, such as RANK."""
+    # with them, child processes would act as ranks that evener started
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}
     try:

@@ -1,10 +1,9 @@
 """Audit the program's own loss for one batch.
 
-An audit runs before shares become uneven, and at intervals while they are uneven. It records the
-functions with which the program computes the loss from a batch. Then it runs these functions and
-their backward pass twice on a few rows: once in equal parts, as the program's own launcher would
-divide them, and once in parts in proportion to the shares. The program's own code runs only once,
-and its state is restored.
+An audit runs before shares become uneven, and at intervals afterwards. It records the functions
+with which the program computes the loss. Then it runs these functions and their backward pass twice
+on a few rows: in equal parts, as the program's own launcher would divide them, and in parts
+proportional to the shares. The program's own code runs only once, and its state is restored.
 """
 
 from __future__ import annotations
@@ -69,24 +68,25 @@ MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for
 class Guard(Recorder):
     """Records how a batch's loss is computed, and checks whether shares would change the result.
 
-    After the first backward pass, `fault` explains why shares would change what the model learns,
-    or why this can't be determined. It is empty if shares change nothing. `measured` is True if the
-    rows were computed in equal parts and in parts by shares, and the results differ.
+    Results, after the first backward pass:
 
-    `few` returns a few rows of the batch, collated as the shares would collate them. It returns
-    None if rows should be cut from the batch instead. `rows` is the number of rows that the loader
-    took for the batch; it is only used if the batch's tensors differ in length, as in a batch of
-    graphs. `origins` tracks the values that ranks exchange; if it is None, such values are ignored.
-    `sketcher` creates the GradientSketcher that computes gradients; by default, only the models'
-    gradients are computed. `step` is the number of the training step, for messages.
+    - `fault`: why shares would change what the model learns, or why that is unknown; "" if they
+      change nothing.
+    - `measured`: True if the rows were computed both ways and the results differ.
+    - `are_sums`: True if losses are sums over rows.
 
-    `are_sums` is True if the training adds ranks' gradients unweighted, because losses are sums
-    over rows. If it is None, the guard finds out whether the loss is such a sum, and sets its
-    attribute `are_sums`.
+    Arguments:
 
-    `agree` is only passed if ranks communicate in the models' layers. Losses are then compared
-    instead of gradients, and all ranks compute the same passes. `agree` gathers the faults of all
-    ranks before and after these passes, and returns the first of them.
+    - `few`: returns a few rows of the batch, collated as the shares would collate them. None cuts
+      rows from the batch.
+    - `rows`: number of rows that the loader took for the batch, for batches whose tensors differ in
+      length, such as graphs.
+    - `origins`: tracks the values that ranks exchange; None to ignore them.
+    - `sketcher`: creates the GradientSketcher; by default, only the models' gradients are computed.
+    - `step`: number of the training step, for messages.
+    - `are_sums`: True if ranks' gradients are added unweighted; None to find out from the loss.
+    - `agree`: gathers the faults of all ranks and returns the first. It is only needed if ranks
+      communicate in the models' layers. Then losses are compared instead of gradients.
     """
 
     def __init__(
@@ -142,19 +142,16 @@ class Guard(Recorder):
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
         """Note a function that the program called, with its result.
 
-        If its arguments depend on exchanged values, so does the result. A call of `len` that
-        returns the batch's number of rows is noted as well.
+        If its arguments depend on exchanged values, so does the result.
         """
+        # `len` of the batch shows that the program uses the number of rows
         self.has_asked_length |= function is torch.Tensor.__len__ and result == self.rows
         if self._origins is not None:
             self._origins.follow(function, arguments, keywords, result, self)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as a number, as it was before a collective overwrote it in place.
-
-        The earlier value is needed because it is the one that the recorded calls
-        compute from this rank's rows.
-        """
+        """Return the loss as a number, as it was before a collective overwrote it in place."""
+        # only the earlier value can be compared with what the recorded calls compute
         return super().read_loss(self._before.get(address(loss), loss))
 
     def _write(self, *arguments: Any, **options: Any) -> None:
@@ -164,7 +161,7 @@ class Guard(Recorder):
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor, such as task weights, that was created before the batch.
 
-        False for a sum over all ranks' rows, because such a sum is the same with any shares.
+        False for a sum over all ranks' rows, which is the same with any shares.
         """
         totals = self._origins.totals if self._origins is not None else None
         is_total = totals is not None and bool(totals.find(tensor))
@@ -173,9 +170,7 @@ class Guard(Recorder):
     def _note_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
-        Weights or gradients may also be combined with a value that follows from this rank's own
-        rows, such as their number of labels. In that case, set `local_use` to a message that says
-        so.
+        Set `local_use` to a message if such a number follows from this rank's own rows.
         """
         super()._note_use(function, given)
         if self.local_use or not is_arithmetic(function):
@@ -204,18 +199,14 @@ class Guard(Recorder):
         return self._busy
 
     def save_scalar(self, tensor: torch.Tensor) -> None:
-        """Save the value of a scalar before a collective overwrites it, for `read_loss`.
-
-        Larger tensors are ignored, because they can't be a loss.
-        """
+        """Save the value of a scalar before a collective overwrites it, for `read_loss`."""
+        # larger tensors can't be a loss
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def treat_as_input(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on, because a collective has overwritten it.
-
-        The recorded calls that computed its previous contents no longer apply.
-        """
+        """Treat a tensor as an input from now on, because a collective has overwritten it."""
+        # the recorded calls that computed its previous contents no longer apply
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
