@@ -37,6 +37,10 @@ SIZES = {
     "cpu": {"WIDTH": "128", "LAYERS": "2", "LENGTH": "64", "ROWS": "16", "COUNT": "100"},
 }
 PLAN = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2"],
+}
 CASES = "loop:60,loop:100,trainer:60,accelerated:60"
 WINDOW, SECONDS = 40, 100
 
@@ -64,6 +68,12 @@ def main() -> None:
         "--ahead", action="store_true", help="start the next program while one trains"
     )
     parser.add_argument("--threads", default="1", help="of a rank")
+    parser.add_argument(
+        "--launcher",
+        default="torchrun",
+        choices=tuple(LAUNCHERS),
+        help="the program's own launcher; with deepspeed, evener run starts this launcher",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
@@ -223,11 +233,13 @@ class Bench:
         folder = self._options.out / f"{job.name}-{job.percent}-{job.way}{job.turn}"
         folder.mkdir(exist_ok=True)
         script = str(HERE / "run_jobs" / f"{job.name}.py")
-        words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        launcher = self._options.launcher
+        words = [*LAUNCHERS[launcher], script]
         if job.way != "own":
             (folder / "plan.toml").write_text(plan)
             shares = ["--plan", str(folder / "plan.toml")] if plan else ["--devices", self._devices]
-            words = ["evener", "run", *shares, "--", sys.executable, script]
+            program = [script] if launcher == "torchrun" else words
+            words = ["-m", "evener", "run", *shares, "--", sys.executable, *program]
         places = {
             "XDG_STATE_HOME": folder / "state",
             "STEPS": folder / "steps",
@@ -241,9 +253,8 @@ class Bench:
         }
         with (folder / "log.txt").open("w") as output:
             pipes: Any = {"stdout": output, "stderr": output, "start_new_session": True}
-            command = [sys.executable, "-m", *words]
             process = subprocess.Popen(
-                command, env={**self._environment(), **own, **variables}, **pipes
+                [sys.executable, *words], env={**self._environment(), **own, **variables}, **pipes
             )
         self._running.append(process)
         return Started(job, process, folder, plan)

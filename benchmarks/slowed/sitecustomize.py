@@ -42,12 +42,13 @@ def _note(_: Any) -> None:
     register_optimizer_step_post_hook(
         lambda *_: ends.append((time.monotonic(), time.process_time()))
     )
-    times = Path(os.environ["STEPS"])
-    atexit.register(
-        lambda: times.write_text(
-            "\n".join(" ".join(f"{each:.6f}" for each in one) for one in zip(*ends, strict=True))
-        )
-    )
+
+    def save() -> None:
+        lines = [" ".join(f"{each:.6f}" for each in one) for one in zip(*ends, strict=True)]
+        if lines:  # a launcher takes no steps
+            Path(os.environ["STEPS"]).write_text("\n".join(lines))
+
+    atexit.register(save)
 
 
 def _wait(_: Any) -> None:
