@@ -1,8 +1,7 @@
 """The checks behind `evener doctor`.
 
 They check this machine, or each host of a cluster and the network between the hosts. A framework is
-imported only in a child process, because its import may crash or hang, and because this process
-doesn't need it.
+imported only in a child process, because its import may crash or hang.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ EXTRAS = {  # what each extra adds, and its modules
 class Check(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    `found` is one line of text, and `remedy` says what to do about a problem; "" if
-    nothing is needed.
+    `found` is one line of text. `remedy` says what to do about a problem; "" if nothing is needed.
     """
 
     name: str
@@ -118,10 +116,9 @@ def check_links(
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure the links between devices of this machine and save the results.
 
-    `driver` is the version of the GPUs' driver, and `report` is called after each measurement.
-    Return the checks and the measurements. There is a check for each pair of devices, and one for
-    all devices together. For a single device, or without PyTorch, return a note and no
-    measurements.
+    `driver` is the version of the GPUs' driver. `report` is called after each measurement. Return
+    the checks and the measurements. There is one check for each pair of devices, and one for all
+    devices together. For a single device, or without PyTorch, return a note and no measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -138,7 +135,7 @@ def check_links(
 
 
 def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
-    """Return the check for the link between one set of devices.
+    """Return the check of the link between the devices of one set.
 
     `measurements` has one measurement per transport, the default transport first.
     """
@@ -166,10 +163,10 @@ def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
 
 
 def write_link(measurement: LinkMeasurement) -> str:
-    """Return the result of one measurement as text: the transport, its speed and its latency.
+    """Return one measurement as text: the transport, its speed and its latency.
 
-    For example, `as it is 6.1 GB/s, 28 µs` for the default transport. For a failed measurement, the
-    text says what went wrong.
+    An example is `as it is 6.1 GB/s, 28 µs` for the default transport. For a failed measurement,
+    the text says what went wrong.
     """
     if measurement.outcome == "ok":
         speed = f"{measurement.bytes_per_second / 1e9:.3g} GB/s"
@@ -179,7 +176,7 @@ def write_link(measurement: LinkMeasurement) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """Check a vendor's driver. Return the result, and the number of devices that it reports."""
+    """Check a vendor's driver, and return the result and the number of devices that it lists."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -194,13 +191,10 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check whether the frameworks can be imported and see all GPUs.
-
-    `gpus` is the number of GPUs that the drivers report. One working framework is enough, so a
-    problem with the other is then only a note.
-    """
+    """Check whether each framework can be imported and sees all `gpus` GPUs of the drivers."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
+    # one working framework is enough: a problem with the other is then only a note
     if all(check.level == "problem" for check in found):
         return found
     return [
@@ -237,10 +231,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Return the check of a framework that can be imported: does it see all GPUs?
-
-    `seen` is the number that it sees, and `gpus` the number that the drivers report.
-    """
+    """Check whether a framework sees all GPUs: `seen` of the drivers' `gpus`."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -254,10 +245,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of installed packages that don't work together.
-
-    There is also a check if the installed Keras is too old.
-    """
+    """Return a check for each pair of packages that clash, and one for a Keras that is too old."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -281,10 +269,7 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the optional extras that aren't installed.
-
-    Its remedy is the command that installs them.
-    """
+    """Return a check that lists the missing optional extras and the command that installs them."""
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()
@@ -329,7 +314,7 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The results of one host's checks, and the versions of the software on that host.
+    """The results of one host's checks, and the versions of its software.
 
     The versions must be equal on all hosts that train together.
     """
@@ -339,10 +324,10 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check those hosts of a Ray cluster that have the devices named in `spec`.
+    """Check the hosts of a Ray cluster that have the devices named in `spec`.
 
-    `address` is the cluster's address. The software, the versions, the ports and the devices of
-    these hosts are checked. A host that can't be reached becomes a failed check.
+    `address` is the cluster's address. The software, its versions, the ports and the devices are
+    checked. A host that can't be reached becomes a failed check.
     """
     terms = parse_request(spec)
     try:
@@ -370,10 +355,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent, which runs the checks, on each node.
-
-    Return the agents, and a failed check for each node on which none could be started.
-    """
+    """Start an agent on each node; return the agents, and a failed check for each other node."""
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -389,10 +371,9 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Run the checks of this host, and collect the versions that must be equal on all hosts.
+    """Check this host, and collect the versions that must be equal on all hosts.
 
-    An agent calls this on each host. `own` is the host's name, and `hosts` are the names
-    of all hosts.
+    An agent calls this on each host. `own` is the host's name. `hosts` are the names of all hosts.
     """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
@@ -425,7 +406,7 @@ def _check_interface(other: str) -> Check:
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
     """Merge equal checks of several hosts, in the order of the first host's checks.
 
-    A check names its hosts, unless all hosts have the same result.
+    A check names its hosts unless all hosts have the same result.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
@@ -458,10 +439,7 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host can connect to ports of every other host.
-
-    Return an empty tuple for a single host.
-    """
+    """Check that every host can connect to every other; empty for a single host."""
     if len(agents) < 2:
         return ()
     remedy = (
@@ -475,10 +453,8 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Try to connect from every host to every other, and return the connections that fail.
-
-    A failed connection is given as the host that connects, the address and port of the other host,
-    and the reason why it fails.
+    """Return the failed connections between hosts: the caller, the address and port, and the
+    reason.
     """
     with ExitStack() as stack:
         listeners = {

@@ -1,6 +1,6 @@
 """The events that a session reports, and the thread that reports them.
 
-A terminal, a screen or the player of a journal receives the events.
+Events are received by a terminal, a screen or the player of a journal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ CLOSE_SECONDS = 5.0  # timeout for a thread to end; killing all children takes a
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The session began.
 
-    `replayed` is the number of observations that were read from the journal of a resumed run
-    instead of being measured.
+    `replayed` is the number of observations that were read from the journal of a resumed run.
     """
 
     run: str
@@ -45,7 +44,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     """The progress of a running measurement.
 
-    Reports follow at least once a second, and each one replaces the measurement's previous report.
+    A measurement sends a report at least once a second. Each report replaces the previous one.
     """
 
     probe: Probe
@@ -65,7 +64,7 @@ Report = Callable[[ProbeProgress], None]  # may be called from any thread
 class Observed(msgspec.Struct, frozen=True, tag=True):
     """A measurement ended, was written to the journal, and was passed to the search.
 
-    `belief` is what the search now predicts; `best` is the best layout until now.
+    `belief` is what the search now predicts. `best` is the best layout so far.
     """
 
     seen: Observation
@@ -85,7 +84,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The session ended with a plan. The journal stores this event as a line.
 
-    A run that is resumed may end several times; only its last end counts.
+    A resumed run may end several times. Only its last end counts.
     """
 
     plan: Plan
@@ -103,13 +102,11 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 class EventThread:
     """Does work and reports events about it.
 
-    The caller may call `run`, which does the work on the caller's thread. Or it reads `events`;
-    then the work has a thread of its own. A subclass implements `_work`, which reports events with
-    `_emit`. `_work` must wait for `_going` before it starts anything new, and return once `_halt`
-    is set.
+    A caller of `run` does the work on its own thread. For a reader of `events`, the work has a
+    separate thread. A subclass implements `_work`, which reports events with `_emit`. `_work` must
+    wait for `_going` before it starts anything new, and return once `_halt` is set.
 
-    If a signal interrupts the reader of the events, the signal handler can call `stop`, and the
-    reader can continue to read.
+    A signal handler may call `stop`. The reader of the events can then continue to read.
     """
 
     def __init__(self) -> None:
@@ -123,7 +120,7 @@ class EventThread:
     def run(self, report: Callable[[Event], object]) -> None:
         """Do the work on this thread, and pass each event to `report` as it happens.
 
-        The calls of `report` may come from other threads.
+        Other threads may call `report` too.
         """
         self._emit = report
         self._work()
@@ -131,8 +128,8 @@ class EventThread:
     def events(self) -> Iterator[Event]:
         """Start the work and yield its events until it ends.
 
-        If an exception ended the work, it is raised here. After an interrupt, call this again to
-        get the remaining events.
+        An exception that ended the work is raised here. After an interrupt, call this again to get
+        the remaining events.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -152,7 +149,7 @@ class EventThread:
         self._going.set()
 
     def close(self) -> None:
-        """Stop the work and wait until it has ended, for at most `CLOSE_SECONDS`.
+        """Stop the work and wait for its end, for at most `CLOSE_SECONDS`.
 
         May be called more than once.
         """

@@ -1,6 +1,6 @@
 """Families of layouts: each family is one way to use the devices, such as an even split.
 
-A search compares layouts of the requested families. `Family` is the interface of a family;
+A search compares layouts of the requested families. `Family` is the interface of a family.
 `FAMILIES` has all families by name.
 """
 
@@ -25,7 +25,7 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A named way in which the workload can place the parts of its model on several devices."""
+    """A named way to place the parts of the workload's model on several devices."""
 
     name: str
     devices: int = 2  # maximum number of devices that it uses
@@ -42,8 +42,8 @@ class PlacementOptions(Protocol):
 class SearchView(Protocol):
     """The results of a search's exploration, from which families choose layouts for the race.
 
-    Exploration measures each device, and a few splits; the race then compares candidate layouts in
-    turns. Lists are sorted, best first.
+    Exploration measures each device and a few splits. The race then measures candidate layouts in
+    alternation. Lists are sorted, best first.
     """
 
     @property
@@ -58,7 +58,7 @@ class SearchView(Protocol):
     def common_batch(self) -> int | None:
         """The global batch for layouts whose own best batch isn't measured, such as placements.
 
-        It is None until exploration has found it, or if rows are assigned by cost.
+        None until exploration has found it, and if rows are assigned by cost.
         """
 
     @property
@@ -77,12 +77,12 @@ class SearchView(Protocol):
     def shards(self) -> Sequence[Layout]:
         """The sharded layouts worth racing.
 
-        Empty if each device can hold the whole model and the user didn't request shards.
+        Empty if every device can hold the whole model and the user didn't request shards.
         """
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best pack of each mode, such as plain processes or MPS.
+        """The best measured pack of each mode, such as plain processes or MPS.
 
         For a mode without measurements, it is the pack that would be tried first.
         """
@@ -115,31 +115,31 @@ class Family(ABC):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the family's layouts for the race, best first.
 
-        Return an empty sequence if exploration hasn't found the values that the layouts need, such
-        as a batch.
+        Return an empty sequence if exploration hasn't found a value that they need, such as a
+        batch.
         """
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return a layout's name for tables, such as `best split`.
 
-        `devices` is the number of devices of the request. With `another`, return a name for a
-        second layout of the family, such as `another split`.
+        `devices` is the number of devices of the request. With `another`, return the name of a
+        second layout, such as `another split`.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        A verdict begins with this text. `labels` has the label of every device, and `ratios` the
-        fraction of a batch, by rows or by cost, that it computes.
+        A verdict begins with this text. `labels` has the label of every device. `ratios` has the
+        fraction of a batch that each device computes, by rows or by cost.
         """
 
 
 def write_rows(layout: Layout) -> str:
     """Return the samples per device of a layout as text, such as `826 + 571`.
 
-    If the layout uses many devices, return only the sum.
+    For a layout with many devices, return only the sum.
     """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.computing]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
@@ -148,8 +148,8 @@ def write_rows(layout: Layout) -> str:
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
     """Return the labels of a layout's devices as text, such as `GPU:0 + GPU:1`.
 
-    `labels` has the label of every device. If the layout uses many devices, return
-    only their number.
+    `labels` has the label of every device. For a layout with many devices, return only their
+    number.
     """
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
@@ -158,7 +158,7 @@ def write_devices(layout: Layout, labels: Sequence[str]) -> str:
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
     """Return the fractions of the work on a layout's devices as text, such as `0.591 : 0.409`.
 
-    `ratios` has the fraction of every device. Return "" if the layout uses many devices.
+    `ratios` has the fraction of every device. Return "" for a layout with many devices.
     """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
@@ -209,7 +209,7 @@ def split_evenly(
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """True if the shares of a split's devices differ by at most `quantum` rows.
+    """True if the shares of a split differ by at most `quantum` rows.
 
     False for a single device, and if rows are assigned by cost.
     """
@@ -259,7 +259,7 @@ class SplitFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the split that is predicted to be fastest, and others that may be faster.
 
-        If a single device may be faster, its layout is among them.
+        A single device that may be faster is among them.
         """
         return view.splits
 
@@ -295,8 +295,8 @@ class ShardFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the sharded layouts worth racing.
 
-        Their rows are divided in proportion to the devices' speed, and the model's state in
-        proportion to the memory that these rows leave free.
+        Rows are divided by the devices' speed. The model's state is divided by the memory that
+        these rows leave free.
         """
         return view.shards
 
@@ -322,8 +322,8 @@ def pack_on(
 ) -> Layout:
     """Return a pack of `processes` trainings on the device of the solo layout `single`.
 
-    Each training has the global batch of `single`, unless `batch` is given. `mode` is how the
-    trainings share the device.
+    `mode` is how the trainings share the device. Each has the global batch of `single`, unless
+    `batch` is given.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
@@ -359,9 +359,8 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout that trains with a placement and this global batch.
 
-    The placement uses the first of the `devices` devices. In the layout, each of them has a share,
-    which only marks it as used: the workload doesn't split the batch by these shares. Return None
-    if there are too few devices or samples.
+    The placement uses the first of the `devices` devices. Their shares only mark them as used; the
+    workload doesn't split the batch by them. Return None if there are too few devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -390,7 +389,7 @@ class PlaceFamily(Family):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return the name of a layout with a placement, such as `place towers`.
 
-        With `another`, it is a name for a second such layout.
+        With `another`, return a name for a second such layout.
         """
         name = f"place {layout.placement}"
         return f"another {name}" if another else name

@@ -1,8 +1,7 @@
 """Turns a request into a job: finds the devices and the workload, and checks all options.
 
-Every error in a request is found here, before a run is created or a child is started. For a
-comparison, the module also decides which layouts can be measured on these devices, and explains why
-the others can't.
+Errors in a request are found here, before a run is created or a child is started. For a comparison,
+the module also finds which layouts can't be measured on these devices, and why.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def make_job(request: Request) -> Job:
 def read_job(header: Header) -> Job:
     """Return the job of a run from the header of its journal.
 
-    The header is checked, because the file may have been edited. Raises RequestError if no search
-    can run such a job.
+    The header is checked, because its file may have been edited. Raises RequestError if no search
+    can run this job.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -79,10 +78,7 @@ def read_job(header: Header) -> Job:
 
 
 def _check_fit(job: Job, settings: object) -> None:
-    """Raise RequestError for options that the devices or the framework don't support.
-
-    `settings` are the workload's settings.
-    """
+    """Raise RequestError for options that the devices or the framework don't support."""
     request = job.request
     devices = job.devices
     if job.machine is not None:
@@ -132,10 +128,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raise RequestError if the objective needs energy and a device can't report it.
-
-    `machine` is the simulated machine, if any.
-    """
+    """Raise RequestError if the objective needs energy and a device can't report it."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -151,7 +144,7 @@ def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Return notes for the user about the devices and other programs that use them.
+    """Check the hosts, and return notes for the user about the devices and who else uses them.
 
     Raises RequestError or DeviceError if a host can't train on its devices.
     """
@@ -163,14 +156,12 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if TensorFlow's servers will listen on the network; otherwise, an empty tuple.
-
-    A split with one process per device uses such servers, and anyone who reaches them can run code.
-    """
+    """Return a note if TensorFlow's servers will listen on the network; otherwise, no notes."""
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
     if len(job.devices) < 2 or choose_group_engine(job, job.devices) in ONE_PROCESS:
         return ()
+    # a split with one process per device: anyone who reaches its servers can run code
     return (OPEN_SERVERS,)
 
 
@@ -326,12 +317,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Make a job that compares layouts on these devices.
+    """Make a job that compares layouts on these devices, for a request as in `make_job`.
 
-    Apart from that, the job is like one from `make_job`. `layouts` are names of families; None for
-    all. `knobs` are names of options to try. If a family or a knob is impossible here,
-    `request.compare.left_out` of the job says so. Raises RequestError for unknown names, or if no
-    layout is possible.
+    `layouts` are names of families; None for all. `knobs` are names of options to try.
+    `request.compare.left_out` of the job names the families and knobs that are impossible here.
+    Raises RequestError for an unknown name, or if no layout is possible.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -361,13 +351,10 @@ def make_comparison_job(
 
 
 def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
-    """Return a note if an MPS daemon is running and packs are compared.
-
-    The trainings of a pack would then share their GPU through the daemon. Without a daemon or
-    packs, return an empty list. `kinds` are the traits of the families to compare.
-    """
+    """Return a note if packs are compared while an MPS daemon runs; otherwise, an empty list."""
     has_packs = any(kind.side_by_side for kind in kinds)
     if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
+        # the trainings of a pack would share their GPU through the daemon
         return ["An MPS daemon runs: processes share GPUs through it."]
     return []
 
@@ -390,10 +377,9 @@ def _sort_families(
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     """Make a job whose search also measures the best layout with each of these knobs.
 
-    Apart from that, the job is like one from `make_job`. A knob is a tuned option. Only `workers`
-    can be requested here: several numbers of loader worker processes are tried. If that isn't
-    possible on these devices, `request.compare.left_out` of the job says so. Raises RequestError
-    for the name of any other knob.
+    A knob is a tuned option. Only `workers` can be requested here: it tries several numbers of
+    loader worker processes. If that is impossible on these devices, `request.compare.left_out` says
+    so. Raises RequestError for any other name.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = make_job(request)
@@ -405,10 +391,7 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs to try, and messages about those that can't be tried here.
-
-    A knob is a tuned option, such as XLA. `tried` are the names that the user gave.
-    """
+    """Return the knobs (tuned options) to try, and a message about each that can't be tried."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -430,9 +413,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the given words without duplicates, in the order of `allowed`.
+    """Return the words without duplicates, in the order of `allowed`.
 
-    `option` is the option that the error names. Raises RequestError if a word isn't allowed.
+    Raises RequestError, which names `option`, if a word isn't allowed.
     """
     for word in words:
         if word not in allowed:
@@ -453,10 +436,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return why no layout of a family can be measured, as a clause; "" if one can.
-
-    `placements` are the workload's placements.
-    """
+    """Return a clause that says why no layout of a family can be measured; "" if one can."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:
@@ -482,9 +462,7 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the modes of packs to compare: the ways in which trainings can share a device.
-
-    They are plain processes ("") and, for TensorFlow on GPUs, also logical devices.
-    """
+    """Return the ways in which a pack's trainings can share a device."""
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
+    # plain processes, and logical devices of TensorFlow
     return ("", "logical") if parts else ("",)

@@ -1,8 +1,8 @@
 """The journal of a run: a JSON Lines file that is only appended to.
 
 Each line is written to disk before the session acts on it. A kill or a full disk may leave an
-incomplete last line, which is cut off; a broken line before the last is an error that names the
-line. A journal is trusted only if its file belongs to this user and nobody else may write to it.
+incomplete last line, which is cut off. Any other broken line is an error that names the line. A
+journal is trusted only if it belongs to this user and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     def job(self) -> Job:
         """The job of the run, with the devices on which it was measured.
 
-        The simulated machine and the driver aren't recorded, so they are missing.
+        The simulated machine and the driver are missing, because they aren't recorded.
         """
         return Job(
             self.request,
@@ -156,9 +156,10 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time of the session's clock, in seconds, at which a resumed run continues.
+        """The session clock's time, in seconds, at which a resumed run continues.
 
-        It is the time of the pending request for probes or, without one, of the last observation.
+        It is the time of the pending request for probes. Without one, it is the time of the last
+        observation.
         """
         pending = self.pending
         if pending is not None:
@@ -183,16 +184,13 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The entry with which the run last ended, if it ended with a plan; otherwise None."""
+        """The entry with which the run last ended, if that was with a plan; otherwise, None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
 
 class Journal:
-    """A journal that is open for appending.
-
-    When `append` returns, the line is on disk.
-    """
+    """A journal that is open for appending."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
@@ -201,7 +199,7 @@ class Journal:
     def append(self, entry: Entry) -> None:
         """Append an entry as one line, and wait until it is on disk.
 
-        Raises UnwrittenError if that fails; earlier lines are then unchanged.
+        Raises UnwrittenError if that fails. Earlier lines are then unchanged.
         """
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
@@ -258,8 +256,8 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
     """Return the content of a journal.
 
-    A `foreign` journal may belong to any user: it is only displayed, and nothing that it requests
-    is run. Raises RequestError, which names the file and the invalid line.
+    A `foreign` journal may belong to any user. It is only displayed; nothing that it requests is
+    run. Raises RequestError, which names the file and the invalid line.
     """
     content = read_trusted(path, foreign=foreign)
     if foreign and b'"header"' not in content.partition(b"\n")[0]:
@@ -283,7 +281,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Return what the user can do about a broken line. `line` names it."""
+    """Return what the user can do about a broken line, which `line` names."""
     return (
         "Copy the file again."
         if foreign
@@ -318,10 +316,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Return the entry in a line.
-
-    A verdict from before version 0.3 is accepted, although its fields have other names.
-    """
+    """Return the entry in a line, also if it has the field names from before version 0.3."""
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -337,11 +332,9 @@ class _SchemaOnly(msgspec.Struct):
 
 
 def _check_schema(text: bytes, path: Path) -> None:
-    """Raise RequestError if the first line was written by a newer evener.
-
-    Other errors in the line are ignored, because they are reported when it is decoded.
-    """
+    """Raise RequestError if the first line was written by a newer evener."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # other errors in the line are reported when it is decoded
         schema = msgspec.json.decode(text, type=_SchemaOnly).schema
         if schema > SCHEMA:
             message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
@@ -349,10 +342,9 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry if it fits the header.
+    """Return the entry, or raise RequestError if it is a second header or doesn't fit the devices.
 
-    Raises RequestError for a second header, and for values that can't have been measured on the
-    header's devices. `where` names the file and line.
+    `where` names the file and line in the error.
     """
     if isinstance(entry, Header):
         raise RequestError(
@@ -366,11 +358,8 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if the sequences in an entry have the right lengths.
-
-    Their lengths must match each other and the number of devices in the header. Single values have
-    already been checked by the decoder.
-    """
+    """True if an entry's sequences have lengths that fit each other and the number of devices."""
+    # the decoder has already checked single values
     devices = len(header.devices)
     match entry:
         case AskedEntry():

@@ -1,8 +1,8 @@
 """The memory of a training's state for different training methods: full, LoRA and QLoRA.
 
-It is given in bytes per parameter of the model. Adapters are assumed to be of rank 16 on all linear
-layers: in models of 1 to 8 billion parameters, they have about a hundredth as many parameters as
-the model. Their gradients and AdamW's averages are in float32.
+It is given in bytes per parameter of the model. Adapters are assumed to have rank 16 on all linear
+layers. In models of 1 to 8 billion parameters, they then have about a hundredth as many parameters
+as the model. Their gradients and AdamW's averages are in float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 class TrainingMethod(msgspec.Struct, frozen=True):
     """A training method, with the memory of its state in bytes per parameter of the model.
 
-    `divided_bytes` are divided among the devices in sharded training. Each device holds all
-    of the `whole_bytes`.
+    In sharded training, `divided_bytes` are divided among the devices. Each device holds all of the
+    `whole_bytes`.
     """
 
     kind: str
@@ -43,8 +43,8 @@ class TrainingMethod(msgspec.Struct, frozen=True):
     def largest_sharded(self, limits: Sequence[int]) -> int:
         """Return the most parameters that a model can have if it is sharded over the devices.
 
-        `limits` are the devices' memory in bytes. Each device also holds the bytes that aren't
-        sharded, so the device with the least memory may set the limit.
+        `limits` are the devices' memory in bytes. The device with the least memory may set the
+        limit, because each device also holds the bytes that aren't sharded.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

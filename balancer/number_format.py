@@ -11,7 +11,7 @@ from evener.shares.whole_rows import split_passes
 def rate(samples_per_second: float) -> str:
     """Return samples/s as text, such as 12.35, 684.2, 2 123 or 158 012.
 
-    There are two decimals below 100, one below 1000, and grouped thousands above.
+    There are two decimals below 100 and one below 1000. Above, thousands are grouped.
     """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
@@ -22,7 +22,7 @@ def rate(samples_per_second: float) -> str:
 def factor(times: float) -> str:
     """Return a factor as text, such as 0.83, 2.7 or 140.
 
-    It has two significant digits; from 10 on, it is a whole number.
+    Below 10, it has two significant digits. From 10 on, it is a whole number.
     """
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
@@ -58,8 +58,8 @@ STATE_ONLY = "state only"  # in place of a share: the device holds state and com
 def write_share(batch: int, micro: int) -> str:
     """Return a share as text, with its passes of up to `micro` rows.
 
-    For example, 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several passes. If
-    `micro` is 0, the share is one pass.
+    Examples are 820 for one pass, and 820 = 2 × 410 or 820 = 2 × 273 + 274 for several. If `micro`
+    is 0, the share is one pass.
     """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
@@ -69,10 +69,11 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half of the width of a value's 95 % interval, divided by the value.
+    """Return half of the width of a value's 95 % interval, divided by the value; 0 for a value of
+    0.
 
     Near 0, an interval may be lopsided. If its upper end is farther from the value than half of the
-    width, that distance is used instead. Return 0 for a value of 0.
+    width, that distance is used instead.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
@@ -132,9 +133,9 @@ def millions(count: int) -> str:
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Return shares as text. Each is a pair of samples and rows per pass.
+    """Return shares as text, such as 150 + 106 or, with passes, (820 = 2 × 410) + 568.
 
-    For example, 150 + 106, or with passes (820 = 2 × 410) + 568.
+    Each share is a pair: its samples, and the rows per pass.
     """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)

@@ -1,7 +1,7 @@
 """The objectives: the metrics that a search can maximize.
 
-`Objective` is the interface of an objective. `OBJECTIVES` has the objectives by name,
-the default first.
+`Objective` is the interface of an objective. `OBJECTIVES` has the objectives by name, the default
+first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .types import Power, Timed
 class Objective(msgspec.Struct, frozen=True):
     """A metric to maximize; samples/s unless a subclass overrides it.
 
-    If `trades_speed`, the search chooses the layout with the highest `value` among the layouts that
-    are at most a given fraction slower than the fastest. Otherwise it chooses by speed.
+    If `trades_speed`, the search chooses among the layouts that are at most a given fraction slower
+    than the fastest. It takes the one with the highest `value`. Otherwise it chooses by speed.
     """
 
     name: str  # its name on the command line, in journals and in JSON
@@ -39,12 +39,11 @@ class Objective(msgspec.Struct, frozen=True):
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return the costs per second of each device; an empty list if they are unknown.
+        """Return two costs per second for each device, such as its power in watts.
 
-        A cost is, for example, the power in watts. Each device has two costs: one while it trains,
-        and one while only other devices train. The predicted value of a split is its samples/s
-        divided by the sum of its devices' costs. `seen` are all measurements, and `devices` is the
-        number of devices.
+        The first is the cost while the device trains, and the second while only other devices
+        train. The predicted value of a split is its samples/s divided by the sum of its devices'
+        costs. `seen` are all measurements. Return an empty list if the costs are unknown.
         """
         return []
 
@@ -68,17 +67,16 @@ class Energy(Objective, frozen=True):
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Return samples per joule; 0 if the power is unknown.
 
-        They are computed from the mean power over the turns in which every device
-        reported its power.
+        The power is the mean over the turns in which every device reported it.
         """
         power = mean_power(turns)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's power in watts while it trains, and while only other devices train.
+        """Return each device's power in watts: while it trains, and while only other devices train.
 
-        The first is the highest power that was measured, and the second the lowest. An unknown
-        power is 0. Return an empty list if no device reports its power while it trains.
+        The first is the highest measured power, and the second the lowest; 0 if unknown. Return an
+        empty list if no device reports its power while it trains.
         """
         active = [0.0] * devices
         idle: list[list[float]] = [[] for _ in range(devices)]

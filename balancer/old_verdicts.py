@@ -48,10 +48,7 @@ def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(part: Any, old: str, new: str) -> None:
-    """Rename a field of an object, or of each object in a list, in place.
-
-    Values of other types, and objects without the field, are left unchanged.
-    """
+    """Rename a field of an object, or of each object in a list, in place."""
     objects = part if isinstance(part, list) else [part]
     for each in objects:
         if isinstance(each, dict) and old in each:

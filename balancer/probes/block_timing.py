@@ -3,13 +3,14 @@
 The functions have no side effects: the caller runs the steps and measures their time.
 
 A `BlockTimer` first warms up. Warm-up steps are timed in series ("windows") until two consecutive
-windows take about the same time. It then requests blocks of steps until the 95 % interval of the
-mean step time is within `TIGHT`, or until the probe's time is used up. There are four exceptions:
+windows take about the same time. The timer then requests blocks of steps until the 95 % interval of
+the mean step time is within `TIGHT`, or until the probe's time is used up. There are four
+exceptions:
 
 - A probe ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end.
 - If the first warm-up step takes longer than the probe's whole time, the probe ends with that step.
   Its precision is estimated from the difference to the step before.
-- A probe with a drift or throttling warning is timed again for half of its time, and keeps the
+- A probe with a drift or throttling warning is timed again for half of its time. It keeps the
   warning.
 - `evener probe` measures for a requested time or number of steps (a "whole" run), regardless of
   precision.
@@ -106,10 +107,10 @@ class BlockTimer:
     The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
     measured block to `add`.
 
-    `seconds` is the time for the probe. If `whole`, the probe uses all of it, however precise the
-    result is already. If `steps` isn't 0, the probe ends after that many steps instead, whatever
-    time they take. `first_seconds` is the duration of the step before the first block; 0 if
-    unknown.
+    `seconds`: the time for the probe.
+    `whole`: use all of this time, however precise the result is already.
+    `steps`: if not 0, end after this number of steps, whatever time they take.
+    `first_seconds`: the duration of the step before the first block; 0 if unknown.
     """
 
     def __init__(
@@ -143,9 +144,8 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the probe ends with its first warm-up step, because that took all of its time.
-
-        The probe then reports the duration of that step.
+        """True if the first warm-up step took all of the probe's time, so it is the only timed
+        step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
@@ -163,7 +163,7 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the mean duration of a step until now, in seconds, with its 95 % interval.
+        """Return the mean step time so far, in seconds, with its 95 % interval.
 
         Return None before the second timed block.
         """
@@ -173,7 +173,7 @@ class BlockTimer:
     def result(self) -> StepTiming | None:
         """Return the duration of a step with its warnings; None if nothing was timed.
 
-        Blocks that were disturbed by other programs are left out, unless too few would remain.
+        Blocks that other programs disturbed are left out, unless too few would remain.
         """
         clean = self._list_undisturbed()
         if not clean:
@@ -185,25 +185,17 @@ class BlockTimer:
         )
 
     def _count_block_steps(self, last: Block) -> int:
-        """Return the number of steps that fill a block, computed from the last block.
-
-        It is at most 16 times the last block's number of steps, because the time of a short
-        block is imprecise.
-        """
+        """Return the number of steps that fill a block, computed from the last block."""
         wanted = (
             round(self._block_seconds / last.step_seconds)
             if last.step_seconds > 0
             else 16 * last.steps
         )
+        # the time of a short block is imprecise, so the number grows in limited steps
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
-        """True if the warm-up should end.
-
-        It ends if the last two windows agree and the last one is long enough. It also ends once it
-        has used up its part of the probe's time. If steps are still getting faster then, a slow
-        start is recorded.
-        """
+        """True if the last two windows agree, or if the warm-up has used up its time."""
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -219,16 +211,14 @@ class BlockTimer:
         spent = sum(window.wall_seconds for window in windows)
         over = spent >= WARM_UP_SHARE * self._seconds or len(windows) >= WARM_UP_WINDOWS
         if over and before > last and gap > AGREE:
+            # steps are still getting faster
             self._slow_start = gap
         return over
 
     def _start_again(self) -> bool:
-        """Start a second round if the first one drifted or was throttled. Return True if it starts.
-
-        The second round takes half the time, and only its blocks are reported. There is no third
-        round. A whole run has no second round, because the user has requested its time or its
-        number of steps.
-        """
+        """Start a second round if the first one drifted or was throttled; True if it starts."""
+        # only the second round's blocks are reported, and it takes half of the time; a whole run
+        # has none, because the user has requested its time or its number of steps
         timing = self.result()
         if self._whole or self._unsteady is not None or timing is None:
             return False
@@ -242,13 +232,10 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the number of steps of the next timed block.
-
-        The blocks of a whole run grow with the number of steps done, so that a long run doesn't
-        have too many. They don't exceed the requested number of steps.
-        """
+        """Return the number of steps of the next timed block."""
         if not self._whole:
             return self._steps
+        # the blocks of a whole run grow, so that a long run doesn't have too many
         done = self._done()
         steps = max(self._steps, done // FINEST)
         left = self._steps_asked - done
@@ -273,18 +260,14 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks that other processes didn't disturb and that allocated no new memory.
-
-        If they are fewer than `FEWEST_BLOCKS`, return all blocks.
-        """
+        """Return the blocks without disturbances or new memory; all blocks if these are too few."""
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of the cores' time that other processes took in disturbed blocks.
-
-        It is the mean over these blocks; 0 if there are none.
+        """Return the mean fraction of the cores' time that other processes took in disturbed
+        blocks.
         """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
@@ -320,41 +303,40 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a warning about throttling, and whether it should be reported.
+    """Return a throttling warning for undisturbed blocks, and whether it should be reported.
 
-    `clean` are the undisturbed blocks, and `step` is their mean step time. The warning's value is
-    the larger of two fractions: the fraction of the time in which devices report throttling, and
-    the relative difference of the mean step time from the blocks' median. If devices report
-    throttling, the warning names the most throttled one.
+    `step` is their mean step time.
     """
+    # the warning's value is the larger of two fractions: the time in which devices report
+    # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
     middle = median(block.step_seconds for block in clean)
     gap = abs(step.value - middle) / middle
     reported = slowed > THROTTLED
+    # the most throttled device, if devices report throttling
     device = max(clean, key=lambda block: block.slowed).slowest if reported else -1
     holds = reported or (gap > THROTTLED and len(clean) >= ENOUGH_BLOCKS)
     return MeasurementDoubt("throttled", max(slowed, gap), device), holds
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if the peak memory of some device, in bytes, rose by more than 1 % in a block.
+    """True if the peak memory of some device rose by more than 1 % in a block.
 
-    `before` and `after` are the peaks; None if unknown. Steps of such a block take longer than
-    usual, because new pages cost the kernel much time: on a virtual machine 16 us for each 4 KiB,
-    which was 70 % of a step of 0.36 s.
+    `before` and `after` are the peaks in bytes; None if unknown. New pages cost the kernel much
+    time, so the steps of such a block take longer than usual. On a virtual machine, 16 us for each
+    4 KiB were 70 % of a step of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
 def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean duration of a step of timed blocks in seconds, with its 95 % interval.
+    """Return the mean step time of timed blocks in seconds, with its 95 % interval.
 
     The value is total time divided by total steps, so blocks may differ in length. The interval is
-    Student's, over the blocks' means. A single block has no such interval. Its error is estimated
-    by `lone_error` from the previous step, which took `first_seconds`. Raises ValueError if there
-    is no step.
+    Student's, over the blocks' means. For a single block, `lone_error` estimates the error from the
+    previous step, which took `first_seconds`. Raises ValueError if there is no step.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -371,22 +353,19 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the probe's interval is predicted to exceed `TOO_IMPRECISE` at its end.
+    """True if the interval is predicted to exceed `TOO_IMPRECISE` at the end of the probe.
 
-    `part` is the fraction of the probe's time that the blocks took. The noise is estimated by the
-    median difference between consecutive blocks. A single change of speed thus doesn't count as
-    noise; a probe with such a change needs its full time.
+    `part` is the fraction of the probe's time that the blocks took.
     """
     times = [block.step_seconds for block in blocks]
+    # the noise is the median difference between consecutive blocks: a single change of speed
+    # doesn't count, because a probe with such a change needs its full time
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
     return NORMAL_95 * gap * sqrt(part / len(blocks)) > TOO_IMPRECISE
 
 
 def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each device's compute time (own work) per step, over all blocks.
-
-    A device's time is None if it is unknown in any block.
-    """
+    """Return each device's compute time per step in seconds; None if any block lacks it."""
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
     return tuple(
@@ -396,7 +375,7 @@ def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return the parts of each rank's mean step, such as input, over all blocks, in seconds.
+    """Return each rank's mean seconds per step in every part of a step, such as input.
 
     Return an empty tuple if the parts of a block are unknown.
     """
@@ -408,11 +387,9 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return the parts of one rank's mean step: the sums over its blocks, divided by `steps`.
+    """Return one rank's mean time per step in each part; None for a part that any block lacks.
 
-    `steps` is the number of steps of all blocks. A part that is unknown in any block is None.
-    `taken_by`, which names the programs that used the cores, comes from the block in which the rank
-    waited longest for cores.
+    `steps` is the number of steps of all blocks.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -420,6 +397,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
         return sum(known) / steps if len(known) == len(seconds) else None
 
     named = [part for part in parts if part.taken_by] or parts
+    # `taken_by`, the programs that used the cores, is that of the block with the longest wait
     most = max(named, key=lambda part: part.starved_seconds)
     return PartSeconds(
         input_seconds=mean([part.input_seconds for part in parts]),
@@ -433,10 +411,10 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the step time during a probe, and whether it exceeds the noise.
+    """Return the relative change from the earlier to the later half, and whether it exceeds the
+    noise.
 
-    The mean of the later half of the blocks is compared with the mean of the earlier half. `means`
-    has the step time of each block.
+    `means` has the step time of each block.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -2,7 +2,7 @@
 
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
 solo probe has its own child. A split has one child over all its devices if one process can drive
-them (GPUs without limits, in TensorFlow), and otherwise one child per device. The children of a
+them (GPUs without limits, in TensorFlow). Otherwise it has one child per device. The children of a
 split step as a group, over loopback if all devices are on one host.
 """
 
@@ -75,7 +75,7 @@ class ChildProber:
     """Measures probes with real child processes.
 
     The session's clock starts at `start_seconds`. The output of failing children is appended to
-    `error_file`, if there is one. `link` is a link speed that is already known. A probe that fails
+    `error_file`, if there is one. `link` is a link speed that is already known. A failed probe
     yields an observation about the failure, never an exception.
     """
 
@@ -116,7 +116,7 @@ class ChildProber:
 
         Each probe has its own thread, which calls `report` with its progress. Once `stop` is set,
         the iterator ends early, and unfinished probes have no observation. `finished` are probes of
-        the same round that were measured before the run was resumed; their devices count as used,
+        the same round that were measured before the run was resumed. Their devices count as used,
         so no idle power is read for them.
         """
         self._free_memory(probes)
@@ -171,12 +171,11 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children, and return its observation.
-
-        Return None if the session stops. The probe is retried if another program took a port that
-        its children need.
+        """Run a probe on idle or new children; return its observation, or None if the session
+        stops.
         """
         started = time.monotonic()
+        # try again if another program took a port that the children need
         for left in reversed(range(PORT_TRIES)):
             try:
                 return self._attempt(probe, progress, stop, started)
@@ -196,7 +195,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the error for a lost host: the first rank on that host has failed."""
+        """Return the error for a lost host, as a failure of the first rank on it."""
         active = probe.layout.active
         rank = next(
             rank
@@ -241,13 +240,13 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep the children of a failed probe if they have recovered. Return True if so.
+        """Keep a failed probe's children if they have recovered from running out of memory; True if
+        kept.
 
-        Children can recover from running out of memory. Return False for any other failure, and for
-        a group with a silent rank, because that rank may be waiting in an all-reduce. `key` is the
-        group's layout without sizes.
+        `key` is the group's layout without sizes.
         """
         if not error.recovered:
+            # another failure, or a silent rank that may be waiting in an all-reduce
             return False
         try:
             kept = group.release_memory(self._timeouts.prepare, self._closed)
@@ -262,12 +261,9 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the probe should also time steps without input and without a slow host.
-
-        The times of such steps show what limits the layout's speed. They are measured once per
-        layout, in its first probe, if the layout may become the plan and its batches come from host
-        memory.
-        """
+        """True if the probe should also time steps without input, to show what limits its speed."""
+        # such steps are timed in a layout's first probe, if it may become the plan and its batches
+        # come from host memory
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
             return False
@@ -293,11 +289,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for later probes, and record the memory and cores that they used.
-
-        As long as other probes of the round are running, the children continue to step, so that the
-        other probes are disturbed as before.
-        """
+        """Keep the children for later probes, and record the memory and cores that they used."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -321,11 +313,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return how many bytes of each device's memory other processes hold, by position.
+        """Return how many bytes of each device's memory other processes hold; 0 where unknown.
 
-        `clean` is True if no child of this layout is running. An unknown number counts as 0. Return
-        an empty tuple if some numbers are unknown and all known ones are 0. The tuple is empty for
-        a pack too, because under MPS the memory counts as the daemon's.
+        `clean` is True if no child of this layout is running. Return an empty tuple if nothing is
+        known, and for a pack.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
@@ -339,12 +330,10 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return the share for an additional first step; 0 if no such step is needed.
-
-        TensorFlow traces the first batch size separately, and the second one for all sizes. The
-        additional step of new children therefore has another share than the probe's own.
-        """
+        """Return the share for an additional first step; 0 if no such step is needed."""
         request = self._resolved.request
+        # TensorFlow traces the first batch size separately, and the second one for all sizes: the
+        # first step of new children has another share than the probe's own
         traced = (
             self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
         )
@@ -385,10 +374,10 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure the link between a new group's ranks, and store its speed.
+        """Measure the link between a new group's ranks, and store its speed in the group and the
+        facts.
 
-        It is stored in the group and in the facts. If the measurement fails, kill the group and
-        raise the error.
+        Kills the group if the measurement fails, and raises its error.
         """
         try:
             link = self._check_link(group, key, stop)
@@ -404,8 +393,8 @@ class ChildProber:
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
         """Return the speed of an all-reduce between the ranks, as the slowest rank measured it.
 
-        The speed is 0 bytes per second if the workload doesn't measure it. Raises GroupError, with
-        a remedy, if the all-reduce hangs or its sums are wrong.
+        The speed is 0 if the workload doesn't measure it. Raises GroupError if the all-reduce hangs
+        or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
@@ -490,33 +479,27 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the positions of the devices on which a rank has failed.
-
-        If the rank's process drives several devices, only the device that the error names is
-        returned. If the error names no device, return an empty tuple.
-        """
+        """Return the positions of the devices on which a rank has failed; empty if unknown."""
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
         if len(key.active) == 1:
             return key.active
+        # one process drives several devices: the error may name the one that failed
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase a probe was stopped before it measured anything.
-
-        If `stack` contains a line of the user's code, the stack is saved in the run's error file.
-        """
+        """Report in which phase a probe was stopped before it measured anything."""
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
+        # the stack is saved if it contains a line of the user's code
         saved = stack.where and self._save_output(
             f"{labels}, {progress.phase}: stopped at {stack.where}", stack.text
         )
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append the output of a failed child to the run's error file, under a title.
+        """Append a failed child's output to the run's error file, under a title.
 
-        Nothing more is appended to a file that is already large. Return False if there is no file
-        or it can't be written.
+        Return False if there is no file or it can't be written.
         """
         if self._error_file is None:
             return False
@@ -525,6 +508,7 @@ class ChildProber:
             suppress(OSError),
             self._error_file.open("a", encoding="utf-8", errors="replace") as stream,
         ):
+            # a large file doesn't grow any more
             if stream.tell() < LARGEST_ERROR_FILE_BYTES:
                 stream.write(f"{title}\n\n{output.strip()}\n\n\n")
             return True
@@ -540,8 +524,8 @@ class ChildProber:
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
     """True if the link between the ranks on these devices must be checked before they train.
 
-    This concerns PyTorch on GPUs: NCCL hangs if the driver reports a path between GPUs that the
-    board doesn't have.
+    PyTorch on GPUs needs it: NCCL hangs if the driver reports a path between GPUs that the board
+    doesn't have.
     """
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
@@ -550,8 +534,8 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
     `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
-    The workload's digest comes from the first child and never changes. It is the digest of the
-    model, if the child reports one, so that a training script can compare it with its own model.
+    The workload's digest comes from the first child and never changes. If the child reports a
+    digest of the model, that is used, so that a training script can compare it with its own model.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -587,7 +571,7 @@ def make_prober(
     """Return a prober for a job, real or simulated, whose clock starts at `start_seconds`.
 
     Tracebacks of children are written to `error_file`. `link` is the saved speed of the link
-    between the devices. Simulated probes stop at `end_seconds` on the simulated clock; the session
+    between the devices. Simulated probes stop at `end_seconds` on the simulated clock. The session
     stops real ones.
     """
     if job.machine is not None:
