@@ -107,7 +107,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Return a number for each value, counted from 0. Equal values get equal numbers."""
+    """Number the values from 0, with equal numbers for equal values."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
@@ -115,7 +115,7 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 def allows_passes(request: Request, framework: str) -> bool:
     """True if a share may be computed in several passes with gradient accumulation.
 
-    The request must allow it. Passes aren't possible with XLA, or if TensorFlow takes its input
+    The request must allow it. Passes are impossible with XLA, and if TensorFlow takes its input
     from the device.
     """
     from_device = framework == "tensorflow" and request.input == "device"
@@ -125,8 +125,7 @@ def allows_passes(request: Request, framework: str) -> bool:
 def assigns_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned to devices by their cost.
 
-    This requires passes, input from PyTorch's loader, and an objective that looks at the rows'
-    lengths.
+    This requires passes, input from PyTorch's loader, and an objective that uses the rows' lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

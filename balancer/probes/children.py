@@ -1,9 +1,9 @@
 """Starts a layout's child processes as a group, sends commands, collects replies and kills them.
 
-Two threads for each child drain its standard output and standard error, so no amount of output can
-block the child or fill this process's memory. A layout has one child on one device, one child over
-several GPUs, or one child per device that step as a group. If a child fails, the others get
-`GRACE_SECONDS` to report their own failures. Then the root cause is chosen from all failures.
+A layout has one child on one device, one child over several GPUs, or one child per device. Two
+threads for each child drain its standard output and standard error, so that no amount of output
+blocks the child or fills this process's memory. If a child fails, the others get `GRACE_SECONDS` to
+report their own failures. Then the root cause is chosen from all failures.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RunningChild(ABC):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The inbox will get the reply or, if the child has exited, a message that says so.
+        The inbox gets the reply, or a message that the child has exited.
         """
 
     @abstractmethod
@@ -86,10 +86,7 @@ class RunningChild(ABC):
         """
 
     def find_loss(self) -> str:
-        """Return a message that says why the child's host doesn't answer.
-
-        Return "" if the host answers, as this machine always does.
-        """
+        """Return why the child's host doesn't answer; "" if it does."""
         return ""
 
     @abstractmethod
@@ -101,8 +98,8 @@ class Child(RunningChild):
     """A worker process that `server` forks.
 
     Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
-    memory, if it has one. After the child has exited, its peak memory is compared with that limit,
-    to find out whether memory ran out.
+    memory, if any. When the child has exited, its peak memory is compared with the limit, to find
+    out whether memory ran out.
     """
 
     def __init__(
@@ -116,9 +113,9 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        `build_channel` is the descriptor of a channel for a copy of the child. The child may leave
-        this copy, from which other children are forked, once it has built its workload. If
-        `build_channel` is None, it leaves no copy.
+        `build_channel` is the descriptor of a channel on which the child may leave a copy of
+        itself, once it has built its workload. Other children are forked from this copy. If
+        `build_channel` is None, the child leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs
@@ -161,7 +158,7 @@ class Child(RunningChild):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The inbox will get the reply or, if the child has exited, a message that says so.
+        The inbox gets the reply, or a message that the child has exited.
         """
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
@@ -179,7 +176,7 @@ class Child(RunningChild):
     def find_stack(self) -> Stack | None:
         """Return the current stack of the child's main thread, to show where it is.
 
-        Until the child runs, it is the stack of the fork server, which imports the framework.
+        Until the child runs, return the stack of the fork server, which imports the framework.
         Return None if there is no answer within `STACK_SECONDS`.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
@@ -222,7 +219,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put_message(self, message: Message) -> None:
-        """Put a message into the inbox. It is lost if the inbox stays full for `WAIT_SECONDS`."""
+        """Put a message into the inbox, or lose it if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -235,10 +232,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since boot.
-
-    Return 0 if the kernel doesn't report it.
-    """
+    """Return how many processes the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -281,9 +275,11 @@ class ChildGroup:
         """Return one reply of the expected type from every rank, in rank order.
 
         Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
-        `stop` is set. Once a rank has failed, the others get `GRACE_SECONDS` to reply, or
-        `RECOVERED_SECONDS` if the failed rank can continue. A rank that is silent until then
-        doesn't count as failed, unless its host was lost.
+        `stop` is set.
+
+        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
+        the failed rank can continue. A rank that is still silent then doesn't count as failed,
+        unless its host was lost.
         """
         replies, failures = self._collect(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
@@ -299,11 +295,7 @@ class ChildGroup:
     def _collect(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
-        """Return the replies and the failures by rank.
-
-        Wait until every rank has replied or failed, or until the time is up: `seconds`, or less
-        once a rank has failed.
-        """
+        """Wait for all ranks, for up to `seconds`; return their replies and failures by rank."""
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -319,26 +311,20 @@ class ChildGroup:
             elif rank not in failures:
                 replies.pop(rank, None)
                 failures[rank] = self._failure(rank, message)
+                # the other ranks have less time once one has failed
                 grace = RECOVERED_SECONDS if failures[rank].recovered else GRACE_SECONDS
                 deadline = min(deadline, time.monotonic() + grace)
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with a child's stack if the user's code may be running.
-
-        The user's code runs while children start, build or prepare. The stack is taken from the
-        first rank that hasn't replied.
-        """
+        """Raise StoppedError, with a late rank's stack if the user's code may be running."""
         late = [child for child in self.children if child.rank not in replies]
+        # the user's code runs while children start, build or prepare
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return the failures of those `silent` ranks whose host was lost, by rank.
-
-        A silent rank hasn't replied. If its host was lost, this counts as a failure of the rank,
-        and may be the reason why another rank failed.
-        """
+        """Return a failure for each of the `silent` ranks whose host was lost, by rank."""
         found = {}
         for rank in silent:
             loss = self.children[rank].find_loss()
@@ -349,9 +335,8 @@ class ChildGroup:
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Make every rank release unused memory, and return the bytes that the group still holds.
 
-        The bytes are by device position; positions for which they are unknown are left out.
-        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
-        `stop` is set.
+        The bytes are by device position; unknown ones are left out. Raises GroupError if a rank
+        fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -1,9 +1,9 @@
 """Classifies the failures of a layout's children: did memory run out, or did something else fail?
 
 The module looks at exceptions, exit codes and signals. Its lists of typical texts come from
-TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU allocators.
-The kernel itself counts the processes that it kills for lack of memory. The functions have
-no side effects.
+TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU allocators. The
+kernel itself counts the processes that it kills for lack of memory. The functions have no side
+effects.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 class StoppedError(Exception):
     """The session stops, so running probes yield no observation.
 
-    `stack` is the stack of a child that hadn't begun to measure; None if it is unknown.
+    `stack` is the stack of a child that hadn't begun to measure; None if unknown.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -101,18 +101,15 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the text is typical of a rank that failed only because another rank did.
-
-        Such a failure isn't the root cause.
-        """
+        """True if the text is typical of a rank that failed only because another rank did."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
 class GroupError(Exception):
     """One or more ranks of a group have failed.
 
-    `silent` are the ranks that have neither replied nor failed. The group's children aren't reused,
-    unless all failed ranks have recovered from running out of memory and no rank is silent.
+    `silent` are the ranks that have neither replied nor failed. The group's children are reused
+    only if no rank is silent and all failed ranks have recovered from running out of memory.
     """
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
@@ -131,7 +128,7 @@ class GroupError(Exception):
         """The failure that is most likely the root cause.
 
         A failure for lack of memory comes first. Failures that only follow from another rank's
-        failure come last. The others are ordered by their kind.
+        failure come last. The others are ordered by cause.
         """
         return min(
             self.failures,
@@ -182,7 +179,7 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 def names_hardware(text: str) -> bool:
     """True if the text of an error mentions a GPU or its libraries.
 
-    Then the error may be specific to one device, and not a fault of the user's code.
+    The error may then be specific to one device, and not a fault of the user's code.
     """
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
@@ -227,7 +224,7 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 def find_gpu_number(text: str) -> int | None:
     """Return the number of the GPU that an error's text names; None if it names none or several.
 
-    It is the framework's number, which counts the GPUs that the process can see.
+    The framework counts only the GPUs that the process can see.
     """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
@@ -236,7 +233,7 @@ def find_gpu_number(text: str) -> int | None:
 def one_line(text: str, longest: int = 300) -> str:
     """Return the line of an error's text that says what was wrong, without colors.
 
-    It is cut to `longest` characters.
+    A long line is cut to `longest` characters.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
@@ -251,8 +248,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Return the text cut to at most `longest` characters, after a whole word.
-
-    If the first word is longer, it is cut.
-    """
+    """Return the text cut to at most `longest` characters, after a whole word if possible."""
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

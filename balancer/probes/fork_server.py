@@ -3,8 +3,8 @@
 It imports the framework once, so that each child starts without a delay for imports.
 
 `ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
-them; it never imports the user's own code. It exits when the other end of its socket closes, after
-killing its children. `ServerProcess` is the other end.
+them. It never imports the user's own code. When the other end of its socket closes, it kills its
+children and exits. `ServerProcess` is the other end.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """A request to fork a child with these environment variables, on these cores.
 
-    The descriptors of the child's three standard streams are sent with the message. A
-    fourth descriptor is a channel on which the child may fork copies of itself, once it has
-    built its workload.
+    The descriptors of the child's three standard streams are sent with the message. A fourth
+    descriptor is a channel on which the child may fork copies of itself, once it has built its
+    workload.
     """
 
     key: int  # identifies the child at both ends
@@ -85,9 +85,9 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
     """A child has built its workload, and reports whether later children can be forked with it.
 
-    If `obstacle` is empty, the child has left a copy of itself. The copy has the workload in its
-    memory, and forks the children that are requested on this channel. Otherwise there is no copy,
-    and `obstacle` is the reason.
+    If `obstacle` is "", the child has left a copy of itself, with the workload in its memory. The
+    copy forks the children that are requested on this channel. Otherwise there is no copy, and
+    `obstacle` is the reason.
     """
 
     obstacle: str = ""
@@ -106,8 +106,8 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
-    Requests arrive on `channel`. The arguments of `run` are this process's pid and the descriptor
-    of a channel on which the child may fork copies of itself; NO_CHANNEL if there is none.
+    Requests arrive on `channel`. `run` gets this process's pid and the descriptor of a channel on
+    which the child may fork copies of itself; NO_CHANNEL if there is none.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -199,8 +199,8 @@ class ForkServer:
 def import_first(names: Sequence[str]) -> None:
     """Import each "module" or "module:attribute" into this process, before it forks children.
 
-    If an import fails or starts a device's driver, restart the program without imports, because a
-    process that runs a driver can't be forked. Each child then does its own imports.
+    A process that runs a device's driver can't be forked. So if an import fails or starts a driver,
+    the program is restarted without imports. Each child then does its own imports.
     """
     try:
         for name in names:
@@ -226,7 +226,7 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process adopt its descendants when their parents exit.
 
-    A child's copy may outlive the child. It is then still recognized as a process of this search.
+    So the copy of a child that has exited still counts as a process of this search.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -326,11 +326,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload.
-
-        `obstacle` is the reason why no children can be forked with that workload. It is empty if
-        they can be forked.
-        """
+        """Record that a child has built its workload, and why it can't be shared; "" if it can."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -341,8 +337,7 @@ class BuiltServer(ChildServer):
     """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel, which is given to the child that builds. The copy exists once `alive`
-    is True.
+    copy's end of the channel. It is given to the child that builds.
     """
 
     def __init__(self) -> None:
@@ -355,7 +350,7 @@ class BuiltServer(ChildServer):
 
     @property
     def alive(self) -> bool:
-        """True if the copy is running."""
+        """True once the child has left the copy of itself, and until the copy exits."""
         return self._serves
 
     def read_log(self) -> bytes:
@@ -363,7 +358,10 @@ class BuiltServer(ChildServer):
         return b""
 
     def close(self) -> None:
-        """Close the channel, so that the copy kills its children and exits. May be called again."""
+        """Close the channel, so that the copy kills its children and exits.
+
+        May be called more than once.
+        """
         self._serves = False
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -426,7 +424,7 @@ class ServerProcess(ChildServer):
         return self._last_words or b""
 
     def close(self) -> None:
-        """Kill the server. The kernel then kills the children that are still running.
+        """Kill the server; the kernel then kills its running children.
 
         May be called more than once.
         """
@@ -466,11 +464,9 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment variables, updated with `variables`.
-
-    PYTHONPATH is set so that the server imports the same evener as this process.
-    """
+    """Return this process's environment variables, updated with `variables`."""
     merged = {**os.environ, **variables}
+    # the server imports the same evener as this process
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))
     merged["PYTHONUNBUFFERED"] = "1"
     return merged

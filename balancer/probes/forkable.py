@@ -2,9 +2,9 @@
 
 Four things rule out a fork:
 
-- Other threads than the one that forks, because they don't exist in the copy. Some libraries,
-  such as OpenBLAS, end their threads before each fork and start them again when needed; such
-  threads don't matter. A trial fork shows which threads remain.
+- Other threads than the one that forks, because they don't exist in the copy. Some libraries, such
+  as OpenBLAS, end their threads before each fork and start them again when needed. Such threads
+  don't matter. A trial fork shows which threads remain.
 - Open files, because both processes would share the position in them.
 - A device's driver, because it doesn't survive a fork.
 - A build that reads anything about its rank, because each copy would have the same result.
@@ -47,7 +47,7 @@ def has_started_driver() -> bool:
 class BuildWatch:
     """Watches the user's build for anything that rules out a fork.
 
-    It compares the process with its state before the build, and records what the build asks about
+    It compares the process with its state before the build, and records what the build reads about
     its rank.
     """
 
@@ -101,10 +101,10 @@ class BuildWatch:
                 return
 
     def find_obstacle(self, trial: Callable[[], object] = lambda: None) -> str:
-        """Return why this process can't be forked now, as a clause; "" if it can be.
+        """Return a clause that says why this process can't be forked now; "" if it can be.
 
-        A copy of the process calls `trial`, which should compute a little on all threads: in a
-        copy without its library's threads, the first parallel operation would hang.
+        A copy of the process calls `trial`, which should compute a little on all threads. If the
+        copy lacks threads of a library, this first parallel operation hangs.
         """
         if has_started_driver():
             return "it starts a device's driver"
@@ -122,7 +122,7 @@ class BuildWatch:
         return self._try_fork(trial)
 
     def _try_fork(self, trial: Callable[[], object]) -> str:
-        """Fork a copy that calls `trial` and exits; return why forking is impossible, or ""."""
+        """Fork a copy that calls `trial` and exits; return why that failed, or ""."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -148,9 +148,9 @@ def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
 
 
 def _wait_for(pid: int, deadline: float) -> int | None:
-    """Return the exit code of a child of this process.
+    """Return a child process's exit code; kill it and return None if it still runs at `deadline`.
 
-    If it still runs at `deadline`, a time of the monotonic clock, kill it and return None.
+    `deadline` is a time of the monotonic clock.
     """
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -163,10 +163,7 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of this process's threads that a copy would lack.
-
-    They include threads that Python doesn't know.
-    """
+    """Return the ids of all threads of this process, also unknown to Python, that a copy lacks."""
     found = set()
     for path in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended

@@ -1,7 +1,8 @@
 """One interface for the hosts of a session's devices: this machine, and hosts through Ray.
 
-A `RemoteHost` calls a `HostService` in evener's actor on a host of the cluster. A thread receives
-the messages of the children on that host, and delivers them like messages of local children.
+A `RemoteHost` calls a `HostService`, which runs in evener's actor on a host of the cluster. A
+thread receives the messages of the children on that host, and delivers them like messages of local
+children.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 class LocalHost:
     """The host that this process runs on: its children, drivers and free ports.
 
-    `name` is its name in a cluster, and "" outside of one. `devices` are all devices of the
-    request; other hosts' devices are ignored.
+    `name` is its name in a cluster; "" outside of one. `devices` are all devices of the request;
+    other hosts' devices are ignored.
     """
 
     find_ports = staticmethod(find_free_ports)
@@ -73,8 +74,8 @@ class LocalHost:
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of this host by its name, and return the result.
 
-        The name may contain an attribute, as in "monitor.read". `RemoteHost.ask` has
-        the same interface.
+        The name may contain an attribute, as in "monitor.read". `RemoteHost.ask` has the same
+        interface.
         """
         return attrgetter(method)(self)(*arguments)
 
@@ -91,7 +92,7 @@ class LocalHost:
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
         """Return the environment variables and cores for a child on these devices.
 
-        Raises DeviceError if they can't be used.
+        Raises DeviceError if the devices can't be used.
         """
         environment = child_environment(devices, self._framework)
         return msgspec.structs.replace(
@@ -103,9 +104,9 @@ class LocalHost:
     ) -> Child:
         """Start a child, and clean up after children that have exited.
 
-        `rank` is the child's rank in its group, and `inbox` the group's inbox. `cap_bytes` is the
-        cap on the child's memory; None if there is none. Raises OSError or RuntimeError if the
-        child can't be started.
+        `rank` is the child's rank in its group. `inbox` is the group's inbox. `cap_bytes` is the
+        cap on the child's memory, if any. Raises OSError or RuntimeError if the child can't be
+        started.
         """
 
         def start() -> Child:
@@ -124,14 +125,10 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
         """Return a server that can fork a child with this environment, and a descriptor or None.
 
-        If a child has already built the user's workload and left a copy of itself, the server is
-        this copy. Otherwise it is a fork server, which is started if necessary. If the new child is
-        the one that should leave a copy, the descriptor is the end of a channel for this copy;
-        otherwise it is None.
-
-        A server has already imported the framework. It therefore suits only children for which all
-        variables that affect the import are the same.
+        The descriptor is the end of a channel on which the new child should leave a copy of itself.
         """
+        # a server has already imported the framework, so it suits only children with the same
+        # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
             name: text for name, text in environment.variables.items() if not name.startswith(late)
@@ -139,6 +136,7 @@ class LocalHost:
         key = frozenset(before.items())
         built = self._built.get(key)
         if built is not None and built.alive:
+            # a child has built the user's workload, and its copy has it in memory
             return built, None
         if key not in self._servers or not self._servers[key].alive:
             self._servers[key] = ServerProcess(before, self._imports)
@@ -156,8 +154,7 @@ class LocalHost:
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions. Positions for which the bytes are unknown
-        are left out.
+        No child runs on the `clean` positions. Positions with an unknown number are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
@@ -202,9 +199,7 @@ class HostService(LocalHost):
         self._children: dict[int, Child] = {}
 
     def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
-        """Start a child under this key. `cap_bytes` is the cap on its memory; None if
-        there is none.
-        """
+        """Start a child under this key. `cap_bytes` is the cap on its memory, if any."""
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
@@ -219,7 +214,7 @@ class HostService(LocalHost):
     def receive(self) -> list[tuple[int, Message]]:
         """Return the messages of children since the last call, with the children's keys.
 
-        Wait up to `RECEIVE_SECONDS` for the first message. The list is empty if none arrives.
+        Wait up to `RECEIVE_SECONDS` for the first message; return an empty list if none arrives.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -254,10 +249,7 @@ class HostService(LocalHost):
 
 
 class RemoteChild(RunningChild):
-    """A child on another host, as its group sees it.
-
-    `key` identifies it on that host.
-    """
+    """A child on another host, as its group sees it. `key` identifies it on that host."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
@@ -270,7 +262,7 @@ class RemoteChild(RunningChild):
     def send(self, command: Command) -> None:
         """Send a command to the child, without waiting for the reply.
 
-        The inbox will get the reply or, if the child has exited, a message that says so.
+        The inbox gets the reply, or a message that the child has exited.
         """
         self._host.service.begin("send", self._key, command)
 
@@ -331,7 +323,7 @@ class RemoteHost:
         """Call a method of the host's `HostService` by its name, and return the result.
 
         `how` are the options of `RemoteObject.ask`, such as a timeout. If evener's actor on the
-        host has exited, start a new actor there and repeat the call.
+        host has exited, a new actor is started there and the call is repeated.
         """
         if self._lost is not None:
             raise self._lost
@@ -344,15 +336,15 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor, and report the children of the old actor as killed.
+        """Restart the host in a new actor; return False if that fails or the session has closed it.
 
-        `generation` numbers the actor that has exited. Return False if the host can't be restarted
-        or this session has closed it.
+        `generation` is the number of the actor that has exited.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
             if child.generation <= generation and self._children.pop(key, None) is not None:
+                # the children of the old actor count as killed
                 child.receive(Exited(-signal.SIGKILL, output="evener's actor on the host ended"))
         return True
 
@@ -443,9 +435,10 @@ class Hosts:
         """Return the address at which each rank of a group meets the others.
 
         `devices` has one device per rank. An address is on the host of the rank's device, or on
-        loopback if there is only one host. Its port is free at this moment. PyTorch's ranks on one
-        host get the path of a file instead of an address. Otherwise any user of the machine could
-        connect to the rendezvous store and write to it.
+        loopback if there is only one host. Its port is free at this moment.
+
+        PyTorch's ranks on one host get the path of a file instead. With an address, any user of the
+        machine could connect to the rendezvous store and write to it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -484,8 +477,7 @@ class Hosts:
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Return how many bytes of each device's memory other processes hold, by position.
 
-        No child runs on the `clean` positions. Positions for which the bytes are unknown
-        are left out.
+        No child runs on the `clean` positions. Positions with an unknown number are left out.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -505,7 +497,7 @@ class Hosts:
     def available_memory_bytes(self) -> int:
         """Return the available memory, in bytes, of the host that has the least of it.
 
-        Lost hosts don't count.
+        Lost hosts don't count. Return 0 if all hosts are lost.
         """
         sizes: list[int] = []
         for host in self._by_name.values():
@@ -523,10 +515,7 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Yield the hosts of the GPUs among these positions.
-
-        The hosts of CPU slices are left out, because CPUs have no driver to ask.
-        """
+        """Yield the hosts of the GPUs at these positions."""
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]
         )

@@ -50,9 +50,9 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `part` is the fraction of the time in which their kernels ran, and `own_part` the fraction in
-    which the session's kernels ran. A GPU gives the processes time slices in turn, so the sum of
-    both is at most 1. `names` are the names of the other processes.
+    `part` is the fraction of the time in which their kernels ran. `own_part` is the fraction in
+    which the session's kernels ran. A GPU gives its processes time slices, so the sum of both is at
+    most 1. `names` are the names of the other processes.
     """
 
     part: float
@@ -63,8 +63,8 @@ class Neighbours(NamedTuple):
 class InterferenceMonitor:
     """Watches the session's devices on one host.
 
-    `host` is the host's name, empty for this machine. The watch of a device starts when a probe
-    first needs it. A driver that is silent for `silent_seconds` counts as lost.
+    `host` is the host's name; "" for this machine. The watch of a device starts when a probe first
+    needs it. A driver that is silent for `silent_seconds` counts as lost.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class InterferenceMonitor:
         """Return how many bytes of each device's memory other processes hold, by position.
 
         `own` are the pids of the session's children. `clean` are the positions on which no child
-        runs. If a driver doesn't list the processes, the bytes of other processes are known only
-        for a clean device. Positions for which the bytes are unknown are left out.
+        runs. Positions with an unknown number are left out. If a driver doesn't list the processes,
+        the number is known only for a clean position.
         """
         found: dict[int, int] = {}
         for position in self._list_own_positions(positions):
@@ -129,8 +129,8 @@ class InterferenceMonitor:
         """Return the other processes that computed on each device since the last call, by position.
 
         `own` are the pids of the session's children, which don't count. A position is left out if
-        the driver lists no child on it. The driver may then number processes differently than this
-        host, for example in a container.
+        the driver lists no child on it. In a container, for example, the driver may number
+        processes differently than this host.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -150,12 +150,8 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return how many held bytes to report: `short`, rounded up to a multiple of `STEP`.
-
-        `short` are the bytes of the device's memory that other processes hold. If they aren't more
-        than the last reported value, that value is returned again, so that small changes aren't
-        reported.
-        """
+        """Return the bytes held by other processes (`short`), rounded up for the report."""
+        # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
             self._short[position] = -(-short // step) * step
@@ -179,10 +175,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of the devices on this host, by position; start missing watches.
-
-        Devices without a driver that can be read are left out.
-        """
+        """Return the watches of the devices on this host, by position; start missing watches."""
         own = self._list_own_positions(positions)
         found = {}
         for position in own:
@@ -191,6 +184,7 @@ class InterferenceMonitor:
                 reader = find_backend(device.kind).open_vitals(device)
                 self._watches[position] = VitalsWatch(reader) if reader else None
             watch = self._watches[position]
+            # otherwise the device has no driver that can be read
             if watch is not None:
                 found[position] = watch
         return found
@@ -200,13 +194,12 @@ class InterferenceMonitor:
     ) -> Mapping[int, Vitals]:
         """Read the vitals of all devices at the same time, and return the latest ones by position.
 
-        The drivers have `wait_seconds` to answer; the previous vitals of a silent driver are
-        returned. A driver that hasn't answered an earlier reading is neither called again nor
-        waited for. Memory and processes are read only if `full`.
+        The drivers have `wait_seconds` to answer. Memory and processes are read only if `full`.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
+        # a driver that hasn't answered an earlier reading isn't waited for
         return {i: watch.answer(until if asked[i] else 0.0) for i, watch in watches.items()}
 
     def _raise_if_gone(self, positions: Iterable[int]) -> None:
@@ -224,15 +217,12 @@ class InterferenceMonitor:
     def _find_persistent_short(
         self, position: int, own: Collection[int], clean: bool
     ) -> int | None:
-        """Return the bytes of a device's memory that other processes hold; None if unknown.
-
-        An increase over the last reported value counts only if it persists through several
-        readings, because the process that holds the memory may be exiting.
-        """
+        """Return the bytes of a device's memory that other processes hold; None if unknown."""
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
         )
         short = self._short_now(position, own, clean)
+        # an increase must persist, because the process that holds the memory may be exiting
         for _ in range(SETTLE_READS):
             if short is None or short <= reported:
                 break
@@ -276,7 +266,7 @@ class ProbeInterference:
     """Records how much a probe's devices were throttled in each block, and the power they drew.
 
     `positions` are the devices of the probe. `idle` has the vitals of unused devices before the
-    probe, from which the power of these devices is computed.
+    probe, from which their power is computed.
     """
 
     def __init__(
@@ -343,18 +333,17 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return a copy of `part` with the time that the rank's device lost to reduced clocks.
+    """Return `part` with the seconds that the rank's device lost to reduced clocks in a block.
 
-    `part` is the breakdown of the rank's time in a block of steps, which took `wall_seconds`.
-    `before` and `now` are the device's vitals before and after the block. A device whose clock is
-    limited to 80 % of its highest value, for example, loses 20 % of the time for which heat or
-    power limits it.
+    `part` is the breakdown of the rank's time. `before` and `now` are the device's vitals before
+    and after the block.
     """
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
     heat = _share_of_time(before, now, "held_seconds") - braked
     power = max(braked, _share_of_time(before, now, "capped_seconds"))
+    # a clock at 80 % of its highest value, for example, loses 20 % of the time
     lost = (1 - now.clock_fraction) * wall_seconds
     heat_seconds = max(0.0, heat) * lost
     power_seconds = min(power, 1 - max(0.0, heat)) * lost
@@ -379,33 +368,29 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """Return how many used bytes of a GPU may belong to its driver instead of another process.
-
-    `memory_bytes` is the GPU's memory.
-    """
+    """Return how many used bytes of a GPU with this memory may belong to its driver."""
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
     """Return the bytes of a device's memory that other processes hold; None if unknown.
 
-    The bytes of the session's children, whose pids are in `own`, are subtracted. If the driver
-    doesn't list these children, the result is None, unless no child runs on the device (`clean`).
+    `own` are the pids of the session's children. `clean` is True if no child runs on the device.
     """
     if vitals.used_bytes is None:
         return None
     sizes = [vitals.processes[pid] for pid in own if pid in vitals.processes]
     mine = [size for size in sizes if size is not None]
+    # the driver doesn't list the children, so their bytes are unknown
     if not clean and not mine:
         return None
     return max(0, vitals.used_bytes - sum(mine))
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return for which fraction of the time between two readings a condition held.
+    """Return the fraction of the time between two readings in which a condition held; 0 if unknown.
 
-    `counter` is the name of a field of `Vitals` that counts the seconds of the condition. Return 0
-    if the device doesn't report it or there is no earlier reading.
+    `counter` is the field of `Vitals` that counts the seconds of the condition.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -4,8 +4,8 @@ Idle children are killed to free memory for others. PyTorch's children release t
 they are idle, and report how much memory they still hold. TensorFlow's allocator never releases
 memory, so an idle child still holds its peak, and somewhat more.
 
-In this module, `key` is a layout without its sizes (`Layout.children`), which
-determines the children.
+In this module, `key` is a layout without its sizes (`Layout.children`), which determines the
+children.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def map_ranks(
     """Return the mapping of a group's ranks to positions of devices.
 
     `environments` has the environment of each child. `busy_cores` has the number of cores that a
-    step keeps busy, by position. Before a position has been measured alone, all of its threads
-    count as busy.
+    step keeps busy, by position. Until a position has been measured alone, all of its threads count
+    as busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -111,9 +111,9 @@ def build_commands(
 ) -> list[Build]:
     """Return one build command per child.
 
-    `assigned` and `environments` have the devices and the environment of each child. The ranks of a
-    group rendezvous at `peers`, which has one address (or file) per rank; if it is empty, the
-    children don't form a group.
+    `assigned` and `environments` have the devices and the environment of each child. `peers` has
+    one address (or file) per rank, at which the ranks of a group meet. If it is empty, the children
+    don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -155,7 +155,7 @@ def build_commands(
 def find_workers(knobs: Sequence[str]) -> int | None:
     """Return the number of loader worker processes that a knob such as `workers4` sets.
 
-    Return None if none of the knobs sets it.
+    Return None if no knob sets it.
     """
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
@@ -184,7 +184,7 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device as one of `processes` trainings sees it: with its part of the memory."""
+    """Return the device with the part of its memory that each of `processes` trainings has."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -193,20 +193,15 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its full speed at which a device should compute.
-
-    CPU slices with a limit are slowed by spinning. Return 1 for GPUs, because their
-    driver limits them.
-    """
+    """Return the fraction of its full speed at which a device should compute; 1 for a GPU."""
+    # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap in bytes that the workload must set itself; None if there is none.
-
-    For CPU slices, the memory of TensorFlow and PyTorch is capped from outside.
-    """
+    """Return the memory cap in bytes that the workload must set itself; None if there is none."""
+    # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
 
@@ -245,9 +240,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """Decides which idle children must be killed to make room for others.
 
-    The decision is based on the memory that earlier processes held, for each device position and
-    number of rows per pass. `available_bytes` returns the free memory of the host with the least
-    free memory.
+    It uses the memory that earlier processes held, for each device position and number of rows per
+    pass. `available_bytes` returns the free memory of the host that has the least.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
@@ -260,8 +254,7 @@ class MemoryBudget:
     def estimate_held(self, position: int, peak_bytes: int) -> int:
         """Return the bytes that a process on a device still holds while it is idle.
 
-        `position` is the device's position, and `peak_bytes` is the highest number of bytes that
-        the process has held.
+        `position` is the device's position. `peak_bytes` is the most that the process has held.
         """
         return (
             round(peak_bytes * KEPT)
@@ -313,12 +306,9 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return an upper bound on the bytes that passes of `rows` rows need; None if unknown.
-
-        It is computed from the memory that processes held for other passes, which grows at most in
-        proportion to the rows.
-        """
+        """Return an upper bound on the bytes that passes of `rows` rows need; None if unknown."""
         peaks = self._peaks.get(position, {})
+        # the memory held for other passes grows at most in proportion to the rows
         return min(
             (round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None
         )
@@ -328,14 +318,15 @@ class MemoryBudget:
     ) -> bool:
         """True if a GPU hasn't enough memory for a child while the idle children stay.
 
-        The child needs `need` bytes; None (unknown) counts as the whole memory. `wanted` are the
-        groups that are reused for the probes.
+        `need` is what the child needs, in bytes; None if unknown. The `wanted` groups are reused
+        for the probes.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap
         usable = device.usable_memory_bytes
         if need is None or usable is None:
+            # an unknown need counts as the whole memory
             return True
         held = {key: sizes[position] for key, sizes in idle.items() if position in sizes}
         own = max((size for key, size in held.items() if key in wanted), default=0)

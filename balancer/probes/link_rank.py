@@ -1,7 +1,7 @@
 """One rank of a link measurement: it joins the other ranks, runs all-reduces and checks sums.
 
-This module runs as a program. Its commands and replies are JSON Lines on standard input and output;
-the output of libraries goes to standard error. A command names the ranks that take part in an
+This module runs as a program. Its commands and replies are JSON Lines on standard input and output.
+The output of libraries goes to standard error. A command names the ranks that take part in an
 all-reduce. The program exits when its standard input ends.
 """
 
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A command to meet the other ranks through a file.
-
-    `world` is the number of ranks.
-    """
+    """A command to meet the other ranks through a file. `world` is the number of ranks."""
 
     file: str
     rank: int

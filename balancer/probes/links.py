@@ -1,7 +1,7 @@
 """Measures the links between devices by all-reduces between each pair and between all devices.
 
 The links are measured first with default settings, then with some of NCCL's transports disabled.
-Each rank has its own process and each reply has a deadline, so if an all-reduce hangs, its devices
+Each rank has its own process, and each reply has a deadline. So if an all-reduce hangs, its devices
 are reported and the rest is still measured. A pair that hangs or gets wrong sums is measured again
 with environment variables that disable transports, to find the variables with which it works.
 """
@@ -136,7 +136,7 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return environment variables with which an all-reduce between these devices works.
 
-    For example, NCCL_P2P_DISABLE=1. Return "" if no setting gives correct sums.
+    An example is NCCL_P2P_DISABLE=1. Return "" if no setting gives correct sums.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -151,8 +151,8 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 def name_path(devices: Sequence[Device]) -> str:
     """Return the name of the slowest path between two of these devices, such as NVLink.
 
-    If a variable of NCCL switches P2P off, the name says so. Return "" if a path is unknown, as
-    between hosts.
+    The name says if a variable of NCCL switches P2P off. Return "" if a path is unknown, as between
+    hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -178,8 +178,7 @@ def _measure_by(
 ) -> Iterator[LinkMeasurement]:
     """Measure each set of devices over one transport, with the same processes.
 
-    Each of `sets` lists the indices in `devices` of its members. After a failure, each remaining
-    set gets new processes.
+    Each of `sets` lists the indices in `devices` of its members.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -200,6 +199,7 @@ def _measure_by(
             try:
                 yield _describe(chosen, transport, group.measure(members))
             except LinkError as fault:
+                # each remaining set gets new processes
                 group.close()
                 group = None
                 yield fault.describe(labels, transport)
@@ -211,10 +211,7 @@ def _measure_by(
 def _try_alone(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
-    """Return the measurement of one set of devices, made with new processes.
-
-    `labels` are the devices' labels.
-    """
+    """Return the measurement of one set of devices, made with new processes."""
     group: LinkGroup | None = None
     try:
         group = LinkGroup(devices, TRANSPORTS[transport], program)
@@ -302,11 +299,11 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the reply of each rank in `members`, which must arrive within `seconds`.
+        """Return the reply of type `kind` from each rank in `members`, in that order.
 
-        `kind` is the type of the reply, and `task` names what the ranks are doing. If
-        `late_seconds` is given, the other replies must follow the first one within that time.
-        Raises LinkError if a rank fails. If replies are missing, the error names their ranks.
+        All must arrive within `seconds`, and within `late_seconds` of the first one, if given.
+        `task` names what the ranks are doing, for the error. Raises LinkError if a rank fails or
+        doesn't reply.
         """
         began = time.monotonic()
         until = began + seconds
@@ -389,10 +386,10 @@ class _RankProcess:
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:
-        """Return the next reply.
+        """Return the next reply; None if the process has exited or has written something else.
 
-        It blocks until the whole reply has arrived, so call it only when a part of it is there.
-        Return None if the process has exited or has written something else.
+        Call it only when a part of the reply is there, because it blocks until the rest has
+        arrived.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)
@@ -405,7 +402,7 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the process and everything it started. Does nothing if the process has exited."""
+        """Kill the process and everything it started, unless it has exited."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

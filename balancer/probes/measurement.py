@@ -91,7 +91,7 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, such as "measuring". A new phase is always reported at once."""
+        """Begin a phase, such as "measuring", and report it at once if it is new."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
@@ -99,7 +99,7 @@ class ProgressReporter:
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
         """Store the samples per second and the relative half-width of their interval.
 
-        Both are None before they are known. They are reported at once if a report is due, and
+        Both are None until they are known. They are reported at once if a report is due, and
         otherwise with the next report.
         """
         self._latest = rate, relative
@@ -108,7 +108,7 @@ class ProgressReporter:
     def stop(self, stack: Stack, note: str) -> None:
         """Report in which phase a child was stopped, and at which line of the user's code.
 
-        The line is taken from the child's `stack`, and `note` is appended to it.
+        The line is taken from the child's `stack`. `note` is appended to it.
         """
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
@@ -215,21 +215,17 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure how long the step takes without input and, on GPUs, without a slow host.
-
-        Comparing these times with the usual step shows what limits the training. For the step
-        without input, all ranks reuse one batch. It isn't timed if waiting for input takes less
-        than `LEAST_SHARE` of the step. For the step without a slow host, all kernels are enqueued
-        before the step begins.
-        """
+        """Measure how long the step takes without input and, on GPUs, without a slow host."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)
         waits = largest is None or largest >= LEAST_SHARE * timing.step.value
         if not (waits or on_gpus) or not self._keep_batch(True, stop):
             return
+        # the ranks reuse one batch, unless the step hardly waits for input
         if waits:
             self._kept = self._time_kept(timing.step.value, stop)
+        # all kernels are enqueued before the step begins
         if on_gpus:
             timed = self._group.call(
                 lambda _: TimeOnDevice(), TimedOnDevice, self._timeouts.block, stop
@@ -239,22 +235,17 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank reuse its next batch in all following steps, or take new batches again.
-
-        Steps that reuse a batch don't wait for input, so their time shows what input costs. Return
-        False if the workload of a rank can't reuse a batch.
-        """
+        """Make every rank reuse its next batch, or stop reusing it; False if a rank can't."""
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
         """Return the duration of a step on the kept batch, with its interval.
 
-        `step_seconds` is the usual duration of a step. The measurement takes a fifth of the probe's
-        time, but at least two steps. It follows a warm-up of half that time, because cores and GPUs
-        that have waited for rows are slower at first.
+        `step_seconds` is the usual duration of a step.
         """
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
+        # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
         return self._time_kept_for(seconds, step_seconds, stop)
 
@@ -274,9 +265,9 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of cores that a step keeps busy, if the process is alone on its cores.
+        """The mean number of cores that a step keeps busy, from 1 to the number of threads.
 
-        It is between 1 and the number of threads. None if it is unknown.
+        None if unknown, as when the process isn't alone on its cores.
         """
         if not self._work_seconds:
             return None
@@ -317,10 +308,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Return the timing with other programs' use of the ranks' devices added to its parts.
-
-        A timing without parts is returned unchanged.
-        """
+        """Return the timing with other programs' use of the ranks' devices added to its parts."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -339,10 +327,7 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
-        """Return a warning that names the device and the step whose loss was NaN or infinite first.
-
-        Return an empty tuple if all losses were finite.
-        """
+        """Return a warning about the first loss that was NaN or infinite, or an empty tuple."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -352,12 +337,9 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command that runs the next block, of about `steps` steps.
-
-        The trainings of a pack run for the same time instead of the same number of steps, so that
-        none of them idles while others finish.
-        """
+        """Return the command that runs the next block, of about `steps` steps."""
         if self._probe.layout.processes == 1:
+            # the trainings of a pack run for the same time, so that none idles while others finish
             return RunSteps(steps)
         return RunSteps(
             max(1, steps // CHUNKS),
@@ -365,10 +347,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of the whole group, from the replies of its ranks.
-
-        It lasts as long as the slowest rank's block.
-        """
+        """Return the measured block of the whole group, which lasts as long as its slowest rank."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
@@ -382,30 +361,25 @@ class Measurement:
         return Block(ran[0].steps, wall, None, self._own_seconds(ran, wall), parts=parts)
 
     def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block that took `wall` seconds.
+        """Return each rank's compute time (own work) in a block of `wall` seconds.
 
-        If the ranks report how long they waited for other ranks, the compute time is `wall` without
-        that time. Otherwise, on CPU slices, it is the CPU time divided by the number of cores that
-        the rank keeps busy. Return an empty tuple if neither is known.
+        Return an empty tuple if it is unknown.
         """
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
             return ()
+        # the CPU time divided by the number of cores that the rank keeps busy
         computed = zip(ran, self._ranks.busy_cores, strict=True)
         return tuple(
             min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in computed
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """Return the parts of a rank's measured time, such as the time spent waiting for input.
-
-        `ran` is the rank's reply for a block of consecutive steps. The idle time is known only if a
-        single device trains, in a process that has its CPU cores to itself. It is the rest of the
-        block's time, in which no thread computed, waited for a core or fetched rows.
-        """
+        """Return the parts of a rank's time in a block, such as waiting for input."""
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
+            # idle time: no thread computed, waited for a core or fetched rows
             busy = ran.cpu_seconds + ran.spun_seconds + (ran.starved_seconds or 0.0)
             idle = max(0.0, ran.wall_seconds - busy - (ran.input_seconds or 0.0))
         return PartSeconds(
@@ -417,14 +391,11 @@ class Measurement:
         )
 
     def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Return the replies, with their times scaled to the data's mean number of tokens per step.
-
-        The lengths of the rows in a block are random, and would add noise otherwise. If rows have
-        no lengths, the times are returned unchanged.
-        """
+        """Return the replies with their times scaled to the data's mean tokens per step."""
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
         layout, steps = self._probe.layout, ran[0].steps
+        # otherwise the random lengths of a block's rows would add noise
         usual = layout.global_batch * self._row_tokens * steps
         factor = usual / tokens if usual and tokens and not layout.length else 1.0
         if work:
@@ -432,10 +403,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Return the mean work of each rank in a step, over all blocks.
-
-        Work is a number of tokens and passes. It is known only if rows have lengths.
-        """
+        """Return each rank's mean number of tokens and passes in a step; empty without lengths."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True)))
@@ -445,36 +413,31 @@ class Measurement:
     def _cpu_share(self, ran: Ran) -> float | None:
         """Return the fraction of a block's time in which a process had all the cores it could use.
 
-        `ran` is the reply of a process that waits for no other ranks. The fraction is computed from
-        the time that threads waited for a core. If the kernel doesn't report that time, the
-        fraction for a process with a single thread is CPU time divided by wall time.
-
-        Return None if the fraction is unknown, or if the process doesn't have its cores to itself.
+        Return None if it is unknown, or if the process doesn't have its cores to itself.
         """
         if not self._ranks.own_cores:
             return None
         self._cpu_seconds += ran.cpu_seconds
         self._work_seconds += max(0.0, ran.wall_seconds - ran.spun_seconds)
+        # the time that threads waited for a core, if the kernel reports it
         if ran.starved_seconds is not None:
             return max(0.0, 1 - ran.starved_seconds / ran.wall_seconds)
         return (
+            # a single thread that isn't on a core waits for one
             (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds
             if self._ranks.threads == 1
             else None
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return the measured block of a pack, from the replies of its trainings.
-
-        Its time per step is the time of the longest-running training, divided by the mean number of
-        steps per training. The longest time is used because a training steps faster while another
-        one hasn't begun yet or has already finished.
-        """
+        """Return the measured block of a pack, from the replies of its trainings."""
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._memory_bytes = (total,) * len(ran)
         steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
         each = (
+            # the longest time, because a training steps faster while another one hasn't begun or
+            # has finished
             max(reply.wall_seconds for reply in ran) * len(ran) / sum(reply.steps for reply in ran)
         )
         return Block(steps, steps * each)
@@ -488,7 +451,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return a tuple with one value per device of the request, from values in rank order.
+        """Return one value per device of the request, from values in rank order.
 
         The value of a device without a rank is None.
         """

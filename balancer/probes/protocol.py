@@ -1,9 +1,11 @@
 """The messages between a prober and its children, and stack dumps on a signal.
 
 Each message is one line of typed JSON with a maximum length. A child only executes commands. The
-parent decides what to run, for how long, and what an error means. On `STACK_SIGNAL`, a child writes
-its stack to standard error, which shows where a silent child is. `faulthandler` writes it without
-the interpreter's help, so this also works in a child that loops, waits or computes.
+parent decides what to run, for how long, and what an error means.
+
+On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent child is.
+`faulthandler` writes it without the interpreter's help, so this also works in a child that loops,
+waits or computes.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """A command to make batches for these shares and run the first step.
 
-    The reply is `Prepared`. `micro` has the rows per pass for each share; if it is empty, each
-    share is one pass. With `costs`, rows are distributed by length, in passes of at most `tokens`
-    padded tokens. With `length`, all rows are padded to that length.
+    The reply is `Prepared`. `micro` has the rows per pass of each share; if it is empty, each share
+    is one pass. With `costs`, rows are distributed by length, in passes of at most `tokens` padded
+    tokens. With `length`, all rows are padded to that length.
     """
 
     shares: tuple[int, ...]
@@ -72,10 +74,10 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """A command to reuse one batch in all following steps.
+    """A command to reuse one batch in all following steps, or to take new batches again.
 
-    Such steps show how fast the training is without waiting for input. If `kept` is False, the
-    command is to take new batches again. The reply is `BatchKept`.
+    Steps that reuse a batch show how fast the training is without waiting for input. `kept` is
+    False to take new batches again. The reply is `BatchKept`.
     """
 
     kept: bool
@@ -220,9 +222,10 @@ def encode_line(message: Command | Reply) -> bytes:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The child has exited. Its reader adds this message to the inbox.
+    """The child has exited.
 
-    `code` is the exit code, negative if a signal killed the child.
+    The reader of its output adds this message to the inbox. `code` is the exit code, negative if a
+    signal killed the child.
     """
 
     code: int
@@ -251,10 +254,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Return the reply in a line.
-
-    If the line isn't a valid reply, return InvalidReply with the beginning of the line.
-    """
+    """Return the reply in a line, or InvalidReply with the beginning of an invalid line."""
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

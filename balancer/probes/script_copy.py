@@ -29,7 +29,7 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 def copy_script(script: Path) -> ScriptCopy:
     """Read the script and the Python files beside it.
 
-    Raises RequestError if they are too large together.
+    Raises RequestError if together they are too large.
     """
     script = script.resolve()
     files = {
@@ -47,8 +47,8 @@ def copy_script(script: Path) -> ScriptCopy:
 def copy_workload(workload: str) -> ScriptCopy | None:
     """Read the script of the workload `file.py:function`, and the Python files beside it.
 
-    Return None for a workload that isn't a file. Raises RequestError if the files are
-    too large together.
+    Return None for a workload that isn't a file. Raises RequestError if together the files are too
+    large.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None

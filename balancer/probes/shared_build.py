@@ -55,9 +55,8 @@ class SharedRecipe:
 class BuildChannel:
     """The channel on which a copy of this child may receive requests to fork children.
 
-    `descriptor` is the descriptor of its socket. Each child that the copy forks calls `run` with
-    three arguments: the pid of the copy, the descriptor of the child's own build channel, and the
-    recipe.
+    `descriptor` is the descriptor of its socket. Each child of the copy calls `run` with three
+    arguments: the pid of the copy, the descriptor of the child's own build channel, and the recipe.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class BuildChannel:
             return shared
 
     def _leave_copy(self, shared: SharedRecipe) -> str:
-        """Fork this process after its build, so that later children are forked from the copy.
+        """Fork this process, so that later children are forked from the copy.
 
-        Return "" on success, and otherwise the reason for the failure.
+        Return "" on success; otherwise, the error.
         """
         gc.collect()
         try:
@@ -119,10 +118,8 @@ class BuildChannel:
 
 
 def _can_share(command: Build) -> bool:
-    """True if another process may build the command's workload for this one.
-
-    This is the case for the user's own workloads in PyTorch.
-    """
+    """True if another process may build the command's workload for this one."""
+    # the user's own workloads in PyTorch
     own = command.framework == "torch" and ":" in command.workload
     return own and not command.setup.placement
 
@@ -132,11 +129,9 @@ def _key(command: Build) -> tuple[str, str]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close every descriptor but `kept`, and point the standard streams at /dev/null.
-
-    The descriptors belong to the child of which this process is a copy. While the copy has them
-    open, a reader of the child's pipes sees no end of file, even after the child has exited.
-    """
+    """Close every descriptor but `kept`, and point the standard streams at /dev/null."""
+    # while a copy has the child's pipes open, their reader sees no end of file after the child's
+    # exit
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)

@@ -66,8 +66,8 @@ class SimulatedProber:
     ) -> Iterator[Observation]:
         """Run all probes at the same time on the virtual clock.
 
-        Yield their observations in the order in which they end. The devices of `finished` probes,
-        which were measured before the run was resumed, count as busy too.
+        Yield their observations in the order in which they end. `finished` probes were measured
+        before the run was resumed. Their devices count as busy too.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -92,8 +92,7 @@ class SimulatedProber:
     def facts(self) -> Facts:
         """Return the facts about the simulated model.
 
-        A simulated workload has no digest of its own, so the digest of the machine's description is
-        used.
+        The digest of the machine's description stands for the workload's digest.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -186,14 +185,12 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the memory of the device at `position` that tensors can use, in bytes.
-
-        In a sharded step, fragmentation takes a part of it.
-        """
+        """Return the memory of the device at `position` that tensors can use, in bytes."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
             return usable
+        # fragmentation takes a part of the memory in a sharded step
         return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
@@ -208,9 +205,9 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the duration of a step and each device's compute time in it, without noise.
+        """Return the seconds of a step and each device's compute time in it, without noise.
 
-        Both are in seconds. The compute time (own work) is None for a device without rows.
+        The compute time is None for a device without rows.
         """
         layout = self._probe.layout
         machine = self._machine
@@ -277,11 +274,10 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the mean power of each device in watts, for a step of `step` seconds.
+        """Return each device's mean power in watts, for a step of `step` seconds.
 
-        `parts` has each device's compute time in the step. A device's power is None if it runs
-        another probe, or if the machine doesn't specify the power. Return an empty tuple if no
-        power is known.
+        `parts` has each device's compute time in the step. An unknown power is None. Return an
+        empty tuple if no power is known.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -300,8 +296,7 @@ class _SimulatedProbe:
         """Return the durations that `step` and `parts` have while devices are throttled.
 
         `step` is the duration of a step, and `parts` has each device's compute time in it.
-        `elapsed` is the time since the start of the probe. All times are in seconds. A throttled
-        device computes for longer, and the other devices wait for it.
+        `elapsed` is the time since the start of the probe. All times are in seconds.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -309,6 +304,7 @@ class _SimulatedProbe:
         if not longest:
             slowest = min(speeds[i] for i in self._probe.layout.active)
             return step / slowest, parts
+        # a throttled device computes for longer, and the other devices wait for it
         held = tuple(part and part / speed for part, speed in zip(parts, speeds, strict=True))
         longest_held = max(filter(None, held))
         return step + longest_held - longest, held
@@ -316,17 +312,17 @@ class _SimulatedProbe:
     def _slowed(self, elapsed: float) -> tuple[float, int]:
         """Return the fraction of its speed that the most throttled device loses, and its position.
 
-        The position is -1 if no device is throttled. `elapsed` is the time since the start of the
-        probe in seconds.
+        The position is -1 if no device is throttled. `elapsed` is in seconds since the start of the
+        probe.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _lost(self, elapsed: float) -> Failed | None:
-        """Return the probe's failure if one of its devices is lost by now, and otherwise None.
+        """Return the probe's failure if one of its devices is lost by now; otherwise, None.
 
-        `elapsed` is the time since the start of the probe in seconds.
+        `elapsed` is in seconds since the start of the probe.
         """
         at = self._start + elapsed
         for i in self._probe.layout.active:
@@ -359,8 +355,7 @@ class _SimulatedProbe:
     def _draw(self, noise: float, steps: int) -> float:
         """Return a random factor for the duration of a block of `steps` steps.
 
-        `noise` is the relative standard deviation of a single step. The more steps a block has, the
-        smaller is the deviation of their mean.
+        `noise` is the relative standard deviation of a single step.
         """
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 

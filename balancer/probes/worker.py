@@ -1,7 +1,7 @@
 """The child process of a probe: builds one workload and runs its steps as commanded.
 
-The child runs on its own cores. When this module is run as a program, it is the fork server, which
-imports the framework and then forks a child for each request.
+The child runs on its own cores. When this module is run as a program, it is the fork server. The
+fork server imports the framework and then forks a child for each request.
 
 The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
 descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
@@ -52,7 +52,7 @@ IDLE_SECONDS = 1.0  # seconds without a command after which a child no longer co
 def main() -> None:
     """Import the modules that the arguments name, then fork children as requested on a socket.
 
-    The first argument is the descriptor of the socket; the other arguments name modules.
+    The first argument is the descriptor of the socket. The other arguments name modules.
     """
     die_with_parent()
     adopt_orphans()
@@ -66,10 +66,10 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    `parent` is the pid of the process that forked this one; if it exits, so does this process.
-    `shared` is a recipe that the parent has built; None if there is none. If this process builds a
-    recipe itself, it may leave a copy of itself that forks children with the recipe. `channel` is
-    the descriptor of the channel for this copy; NO_CHANNEL if no copy is wanted.
+    `parent` is the pid of the process that forked this one. If it exits, so does this process.
+    `shared` is a recipe that the parent has built, if any. A process that builds a recipe itself
+    may leave a copy of itself, which forks children with the recipe. `channel` is the descriptor of
+    the channel for this copy; NO_CHANNEL if no copy is wanted.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -98,8 +98,8 @@ def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | Non
 class Worker:
     """Builds the workload of this process, and executes commands on it.
 
-    `building` is the channel for a copy of this process, and `shared` a recipe that was built
-    before this process was forked.
+    `building` is the channel for a copy of this process. `shared` is a recipe that was built before
+    this process was forked.
     """
 
     def __init__(
@@ -265,13 +265,13 @@ class Worker:
     def _name_takers(self, starved: Starvation) -> str:
         """Return the names of the programs that used the cores while this process lacked one.
 
-        Return "" if it lacked a core for less than `NAMED_FROM` of the time. Processes of this
-        search aren't named; they are recognized by their common ancestor, the fork server.
+        Return "" if it hardly lacked one.
         """
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
             before, self._use = self._use, read_process_use()
+            # processes of this search aren't named: the fork server is their ancestor
             server, own = self._server_pid, os.getpid()
             self._takers = name_competitors(before, self._use, server, starved.throttled_s, own=own)
         return self._takers
@@ -281,8 +281,7 @@ class Worker:
     ) -> None:
         """Check the loss after `steps` steps, and report the steps to the monitor.
 
-        This isn't part of the timed block. `timed` is False if the steps didn't belong to a timed
-        block.
+        `timed` is False if the steps didn't belong to a timed block.
         """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
@@ -297,11 +296,9 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run `count` steps and wait until the devices have finished them.
-
-        Return the seconds that were spent spinning, which slows a CPU slice to its share of speed.
-        """
+        """Run `count` steps, wait for the devices, and return the seconds spent spinning."""
         if build.compute < 1:
+            # spinning slows a CPU slice to its share of speed
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
             workload.step()
@@ -309,18 +306,14 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then run a step. Return the seconds spent spinning.
-
-        The process spins before the step, because the other ranks of a group then wait for this
-        rank as they would for a slow device. How long it spins depends on the previous step: for a
-        single process on its wall time, but in a group only on its compute time (own work), because
-        a slower device wouldn't have to wait longer for other ranks.
-        """
+        """Spin to imitate a slower device, then run a step; return the seconds spent spinning."""
+        # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
         workload.step()
         workload.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        # in a group, only the compute time counts: a slower device wouldn't wait longer for others
         self._busy_seconds = wall if build.setup.world == 1 else min(wall, cpu / build.parallelism)
         return spun
 
@@ -351,20 +344,14 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits.
-
-    Exit now if `parent`, a pid, isn't the parent any more.
-    """
+    """Make the kernel kill this process when its parent exits; exit now if it already has."""
     die_with_parent()
     if os.getppid() != parent:
         _exit_now()
 
 
 def _exit_now() -> None:
-    """Exit immediately.
-
-    If this process leads its own process group, as a forked child does, the whole group is killed.
-    """
+    """Exit immediately, together with the process group that this process leads, if any."""
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -374,7 +361,7 @@ def _exit_now() -> None:
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
     """Return copies of standard input and output that only the protocol uses.
 
-    Afterwards descriptor 0 is empty, and descriptor 1 writes to standard error.
+    Afterwards, descriptor 0 is empty and descriptor 1 writes to standard error.
     """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -385,10 +372,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines of a stream as they arrive.
-
-    Call `idle` once no line has arrived for `IDLE_SECONDS`.
-    """
+    """Yield the lines of a stream; call `idle` once none has arrived for `IDLE_SECONDS`."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -399,9 +383,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for `seconds`, to imitate a slower core. Return the actual
-    time in seconds.
-    """
+    """Keep the core busy for `seconds`, to imitate a slower core; return the actual seconds."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass

@@ -47,26 +47,21 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return the reason to measure again before deciding; "" if the measurements suffice.
-
-    The reason is the code of a doubt about the measurements, "uncertain" (the samples/s are
-    imprecise), or "uncompared" (no simpler layout was measured).
-    """
+    """Return the code of the reason to measure again before deciding; "" if there is none."""
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
             return code
     if not verdict.rate.known:
+        # the samples/s are imprecise
         return "uncertain"
     if _lacks_comparison(verdict):
+        # no simpler layout was measured
         return "uncompared"
     return ""
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if time ran out before uneven shares were compared with any simpler layout.
-
-    The simpler layouts are equal shares and one device.
-    """
+    """True if time ran out before uneven shares were compared with equal shares or one device."""
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [one for one in verdict.rivals if one.gain is not None]
@@ -77,7 +72,7 @@ def find_single(verdict: Verdict) -> Rival | None:
     """Return the one device that is as fast as a plan of several devices; None if there is none.
 
     The device must have been measured with the plan's batch, or with a smaller one if the user set
-    no batch. A device doesn't count if it may differ from the plan by more than a few percent.
+    no batch. It doesn't count if it may differ from the plan by more than a few percent.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

@@ -46,9 +46,9 @@ def explain_no_plan(
 ) -> NoLayoutError | DeviceError:
     """Return the error for a run that ended without a plan.
 
-    `record` is the content of the run's journal, `belief` is what the search predicts for each
-    device, and `end` is the reason why the run ended. The error is a DeviceError if no device
-    could be used.
+    `record` is the content of the run's journal. `belief` is what the search predicts for each
+    device. `end` is the reason why the run ended. The error is a DeviceError if no device could be
+    used.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -65,10 +65,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run whose devices have failed, with a remedy.
-
-    `failures` describes the failures, and `end` is the reason why the run ended.
-    """
+    """Return the error, with a remedy, for a run in which these `failures` ended all layouts."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -95,20 +92,17 @@ def _lost_all(seen: Sequence[Observation]) -> bool:
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """True if all probes raised the same exception.
-
-    Then neither one device nor its memory can be the cause.
-    """
+    """True if all probes raised the same exception."""
+    # then neither one device nor its memory can be the cause
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
     errors = {strip_location(one.detail) for one in raised}
     return len(raised) == len(seen) and len(errors) == 1
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return text to append to an error message: the workload's function and its line.
+    """Return text that names the workload's function and its line, to append to the message `why`.
 
-    It shows the user where an error that names no line comes from. Return "" if
-    the message `why` already names a line of the user's file, or if the file can't be read.
+    Return "" if the message already names a line of the user's file, or if the file can't be read.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -157,11 +151,10 @@ def _may_fit_in_shards(record: JournalContents) -> bool:
 def _write_smallest_steps(
     record: JournalContents, state: ModelState, tried: Sequence[Observation]
 ) -> str:
-    """Return as text how much memory each device needs for a step, besides the model's state.
+    """Return as text how much memory each device needs for its smallest measured solo step.
 
-    It is the memory for the fewest rows with which the device was measured alone. The part of the
-    state that the device held is subtracted. `state` describes the model's state, and `tried` are
-    the observations of sharded steps.
+    The part of the model's `state` that the device held is subtracted. `tried` are all
+    observations.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -188,7 +181,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run in which nothing failed: it was stopped, or its budget ran out.
+    """Return the error for a run without failures that was stopped or whose budget ran out.
 
     `ran` is True if something was measured.
     """
@@ -221,8 +214,8 @@ def find_unfinished(
     """Return the phases of the running probes that haven't timed any steps yet.
 
     `running` are the latest reports of the running probes. A phase is, for example, "building". It
-    has the labels of the devices whose probes are in it, the longest time that a probe has spent in
-    it, and the line of the user's code if it is known.
+    has the labels of its devices, the longest time that a probe has spent in it, and the line of
+    the user's code if that is known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -244,24 +237,20 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and the name of what is imported or built in it.
-
-    Usually, that is the name of the workload. While the workload is built, it is the name of the
-    function that builds it. A built-in workload isn't built by a function of the user, so its phase
-    is called "preparing".
-    """
+    """Return a phase in the user's terms, and the name of what is imported or built in it."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
     if phase != "building":
         return phase, name
+    # no function of the user builds a built-in workload
     return ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
     """Return a clause for each device that failed, with the reason.
 
-    A device may have failed several times; the failure with the fewest rows counts. If all devices
-    failed for the same reason, return a single clause.
+    Of several failures of a device, the one with the fewest rows counts. If all devices failed for
+    the same reason, return a single clause.
     """
     smallest = dict(sorted(_find_smallest(seen).items()))
     reasons = []
@@ -297,11 +286,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Return a reason for a failure so that it can follow the word "failed" in a sentence.
-
-    `why` is the reason, which may begin with a phase. The result is, for example, ` while warming
-    up: ValueError`.
-    """
+    """Return a reason as text to follow "failed", such as ` while warming up: ValueError`."""
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 

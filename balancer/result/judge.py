@@ -150,10 +150,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """Return the verdict's description of the chosen layout.
-
-    `labels` has the label of every device.
-    """
+    """Return the verdict's description of the chosen layout."""
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -187,23 +184,18 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_rate(report: SearchReport, layout: Layout, interval: Interval) -> MeasuredRate:
-    """Return the verdict's entry for a layout's samples/s, which are in `interval`.
-
-    If rows have lengths, it also has tokens/s and padding.
-    """
+    """Return the verdict's entry for the samples/s (`interval`) of a layout."""
     plain = MeasuredRate(interval.value, interval.low, interval.high, is_known(interval))
     if not report.mean_length:
         return plain
+    # rows have lengths
     padding = padding_share(report.turns_of(layout))
     tokens = interval.value * report.mean_length
     return msgspec.structs.replace(plain, tokens_per_second=tokens, padding=padding)
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if a layout is plain data parallelism, the default of frameworks.
-
-    All devices of the request then have equal shares, in one pass, without knobs.
-    """
+    """True if all devices have equal shares, in one pass, without knobs: plain data parallelism."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     everywhere = len(layout.active) == len(layout.shares)
@@ -213,8 +205,8 @@ def _has_equal_shares(layout: Layout) -> bool:
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
     """Return each device's fraction of a batch's rows.
 
-    If rows are assigned by cost, return each device's fraction of the batch's cost instead, for
-    rows of `row_tokens` tokens.
+    If rows are assigned by cost, return each device's fraction of the batch's cost instead. It is
+    computed for rows of `row_tokens` tokens.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -250,7 +242,7 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the gap between the longest and the shortest compute time (own work) of the devices.
+    """Return the relative gap between the longest and the shortest compute time of the devices.
 
     The gap is divided by the longest time, and averaged over the measurements `seen`. Return None
     if a compute time is unknown.
@@ -262,7 +254,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return one list per measurement, with the compute time of each device that computes rows.
+    """Return the compute times of all devices with rows, one list per measurement.
 
     Return None if any of these times is unknown.
     """
@@ -309,16 +301,15 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the verdict's entries for the layouts with which the plan is compared.
+    """Return the verdict's entries for all layouts compared with the plan, with distinct names.
 
-    They are the rivals of the race, each device alone, and the fastest layout of all unless that is
-    the plan. All have distinct names. The single device with which the plan is compared comes
-    first.
+    The single device with which the plan is compared comes first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
     devices = {one.layout.active for one in rivals if one.layout.traits.alone}
     alone = [one for one in list_alone(report) if one.layout not in known]
+    # besides the rivals of the race: each device alone, and the fastest layout of all
     further = [one for one in alone if one.layout.active not in devices]
     further.sort(key=lambda one: -one.throughput.value)
     further += _find_fastest(report, known | {one.layout for one in further})
@@ -338,18 +329,17 @@ def _choose_single(
 ) -> ComparedLayout | None:
     """Return the single device to compare the plan with; None if there is none.
 
-    It is the single device that took part in the race, or another one that was faster at the same
-    batch. Another device isn't preferred if it was even faster than the plan, because it must have
-    been measured when the machine was faster. If no single device was in the race, return the
-    fastest of `alone`, which has all devices alone.
+    `alone` has all devices alone.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
     first = next((one for one in _list_singles(rivals) if one.layout.active != own), None)
+    # no single device took part in the race
     if first is None:
         return max(others, key=lambda one: one.throughput.value, default=None)
     limit = chosen.throughput.value
     same = [one for one in others if one.layout.global_batch == first.layout.global_batch]
+    # a device that was even faster than the plan was measured when the machine was faster
     slower = [one for one in same if one.compared and one.throughput.value <= limit]
     return max([first, *slower], key=lambda one: one.throughput.value)
 
@@ -360,7 +350,7 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest of all measured layouts at the requested batch, compared with the plan.
+    """Return the fastest measured layout at the requested batch, compared with the plan.
 
     Return an empty list if that layout is in `known`, or isn't faster than the plan.
     """
@@ -382,15 +372,14 @@ def _describe_rival(
 ) -> Rival:
     """Return the verdict's entry for a layout that was compared with the plan.
 
-    A layout with a single device is named after the device. Any other layout gets the name `name`.
-    `labels` has the label of every device, and `alone` the solo measurements. If a device was
-    faster in a solo measurement than in the race, the entry says so.
+    `labels` has the label of every device. `alone` has the solo measurements.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
     if layout.knobs or report.chosen.layout.knobs:
         kind = "knobs"
+    # the entry says so if the device was faster in a solo measurement than in the race
     earlier = [
         other.throughput.value
         for other in alone
@@ -418,10 +407,7 @@ def _describe_rival(
 
 
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout that is faster than the plan isn't the plan.
-
-    Return None for a slower layout, and for a layout whose samples/s are too uncertain to tell.
-    """
+    """Return why a layout that is faster than the plan isn't the plan; None if it isn't faster."""
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
         return None
@@ -438,11 +424,9 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than a plan that uses one device.
+    """Return why the best split is slower than a plan with one device; None if it isn't.
 
-    There are two possible causes: synchronization takes time, or a smaller share doesn't take
-    proportionally less time. If neither explains the difference, the result has the measured times
-    and no cause. Return None if the split isn't certainly slower, or if no times are known.
+    Return None also if no times are known.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -453,6 +437,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
         return None
     batch, sync, share = layout.global_batch, known or 0.0, max(layout.shares)
     took, whole = (batch / one.throughput.value for one in (split, chosen))
+    # the time that a smaller share saves too little
     kept = (apart or 0.0) - whole * share / batch
     if kept > sync and kept >= COVERS * (took - whole):
         same = batch == chosen.layout.global_batch
@@ -471,10 +456,9 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is much slower than the sum of the samples/s of all devices alone.
+    """Return why the plan is much slower than all devices alone together; None if it isn't.
 
-    Return None if it isn't much slower, or if a device wasn't measured alone. If `limits` contain
-    waiting for rows or for cores, that explains the difference, and the result is None too.
+    Return None also if a device wasn't measured alone, or if `limits` explain the difference.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -496,11 +480,10 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause of the `lost` seconds of a step.
+    """Return the cause that explains most of the `lost` seconds of a step.
 
-    `by_share` are the seconds lost because the largest share is a small batch, which a device
-    computes less efficiently. `by_exchange` are the seconds that synchronization takes. A cause
-    counts only if it explains most of the lost time.
+    `by_share` are the seconds lost because the largest share is a small, inefficient batch.
+    `by_exchange` are the seconds that synchronization takes.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -512,12 +495,7 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each device that works but has no share in the plan, and why.
-
-    Usually, the reason is that even the fastest split with this device isn't faster than the plan;
-    the entry then has that split's samples/s. Otherwise, no split with the device was measured near
-    the plan's batch, and the entry says so.
-    """
+    """Yield each device that works but has no share in the plan, and why."""
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
         return
@@ -527,10 +505,12 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
             continue
         wider = _list_splits_with(report, position)
         if not wider:
+            # no split with this device was measured near the plan's batch
             yield LeftOut("device", label, "not_tried")
         known = [one for one in wider if is_known(one.throughput)]
         if not known:
             continue
+        # even the fastest split with this device isn't faster than the plan
         fastest = max(known, key=lambda one: one.throughput.value)
         yield LeftOut(
             "device",
@@ -544,10 +524,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the splits that use the device at `position`.
-
-    Splits with less than half of the plan's batch are left out.
-    """
+    """Return the splits with the device at `position` and at least half of the plan's batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [one for one in report.results if one.layout.traits.together]
     near = [one for one in splits if one.layout.global_batch >= least]
@@ -555,19 +532,14 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the first split that could be compared with the plan; None if there is none.
-
-    The rivals are sorted, best first.
-    """
+    """Return the best split that could be compared with the plan; None if there is none."""
     splits = [one for one in rivals if one.family and one.layout.traits.together and one.compared]
+    # rivals are sorted, best first
     return splits[0] if splits else None
 
 
 def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> bool:
-    """True if one device of several was chosen, and no split was measured near its batch.
-
-    `devices` is the number of devices.
-    """
+    """True if one of several devices was chosen, and no split was measured near its batch."""
     if not chosen.layout.traits.alone or devices < 2:
         return False
     splits = [one for one in rivals if one.family and one.layout.traits.together]
@@ -575,16 +547,13 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the labels of the plan's devices that have no hardware for bfloat16.
-
-    Return an empty tuple if none of the plan's devices has such hardware, or if the training uses
-    another type.
-    """
+    """Return the labels of the plan's devices that have no hardware for the training's bfloat16."""
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
     if not (asked or record.facts.bfloat16):
         return ()
     devices = [record.header.devices[i] for i in layout.active]
+    # without any such hardware, no device is slower than the others
     if not any(device.bfloat16 for device in devices):
         return ()
     return tuple(device.label for device in devices if device.bfloat16 is False)
@@ -596,8 +565,8 @@ def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, .
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
     """Return the objective's value for the chosen layout, if the objective isn't speed.
 
-    With such an objective, for example samples per joule, a slower layout may be chosen because its
-    value is higher. Return None if the objective is speed, or if the value is unknown.
+    With an objective such as samples per joule, a slower layout may have a higher value. Return
+    None if the objective is speed, or if the value is unknown.
     """
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
@@ -616,10 +585,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Yield each layout of the race that failed or ran out of memory.
-
-    `devices` is the number of devices.
-    """
+    """Yield each layout of the race that failed or ran out of memory."""
     for candidate, seen in report.failed:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -631,7 +597,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
     """Yield the requested families that can't be compared because rows are assigned by cost.
 
-    A family such as packs assigns a number of rows to each device, without regard to their lengths.
+    A family such as packs gives each device a number of rows, without regard to their lengths.
     """
     if not report.mean_length:
         return
@@ -643,8 +609,8 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
     """Yield the layouts that weren't measured because the budget ran out.
 
-    Each of them is given with a budget that should be enough to measure it. `devices` is the number
-    of devices. Yield nothing if the run was interrupted or has no budget.
+    Each one has a budget that should be enough to measure it. Yield nothing if the run was
+    interrupted or has no budget.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
@@ -657,22 +623,16 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 
 
 def _name_missing(one: Candidate, devices: int) -> str:
-    """Return the name of a layout that wasn't measured, for a message.
-
-    The name of an even split has its number of devices, because the plan may be an even split
-    over fewer devices.
-    """
+    """Return the name of a layout that wasn't measured, for a message."""
     if one.family.equal_shares and len(one.layout.active) == devices:
+        # the plan may be an even split over fewer devices
         over = "both" if devices == 2 else f"all {devices}"
         return f"the even split over {over} devices"
     return name_layout(one, devices)
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, each with the smaller layout that replaced it.
-
-    `devices` is the number of devices.
-    """
+    """Return the layouts that ran out of memory, each with the smaller layout that replaced it."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -690,10 +650,9 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return a note that the budget ran out before any split was measured.
+    """Return a note that the budget ran out before any split was measured; None if one was.
 
     The note has the seconds that starting processes took, and a budget that should be enough.
-    Return None if a split was measured.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
@@ -708,10 +667,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the chosen split doesn't use, and how much slower a split with them is.
-
-    Yield nothing if no split over more hosts was measured to be slower.
-    """
+    """Yield the hosts that the chosen split leaves out, and the loss that they would cause."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

@@ -47,20 +47,18 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return how much less a sample is worth in the chosen batch than in a very small one.
-
-    The result has this for the other measured batches too. If the script's `own` batch is known,
-    the result also compares the chosen batch with it.
-    """
+    """Return how much less a sample teaches in the chosen batch than in a very small one."""
     chosen = report.chosen
     batch = chosen.layout.global_batch
     value, low, high = (
         efficiency(batch, each) for each in (scale.safe_rows, scale.low, scale.high)
     )
+    # also for the other measured batches
     found = Learning(batch, scale, (value, low, high), _find_frontier(scale, report))
     if scale.high >= ENDLESS or own is None or own == batch or not report.own_rate:
         return found
     low, high = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
+    # the chosen batch compared with the script's own batch
     return msgspec.structs.replace(
         found,
         extra_samples=(extra_rows(own, batch, scale.rows), low, high),
@@ -71,8 +69,8 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
     """Return each measured batch that is faster than all smaller ones, in increasing order.
 
-    A batch is given with its samples/s and with a second, smaller rate: the samples/s in very small
-    batches that would train the model equally fast.
+    A batch has two rates: its samples/s, and the samples/s in very small batches that train equally
+    fast.
     """
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict

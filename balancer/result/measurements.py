@@ -38,9 +38,9 @@ def find_doubts(
     """Return the doubts about the chosen layout's measurements; of each kind, only the worst.
 
     Two kinds are reported for every measured layout: a loss that was NaN or infinite, and repeated
-    measurements that differ. `error` is the relative error of the samples/s; if it is given, it
-    decides whether the measurements were too noisy. If no probe of the layout timed more than a
-    single step, a doubt about that replaces the doubts about noise and short measurements.
+    measurements that differ. `error` is the relative error of the samples/s. If given, it decides
+    whether the measurements were too noisy. If no probe of the layout timed more than a single
+    step, a doubt about that replaces the doubts about noise and short measurements.
     """
     worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -59,35 +59,26 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how often the chosen layout was measured by only a single step.
-
-    Return 0 if any of its probes timed more steps, so that their noise is known.
-    """
+    """Return how many probes of the chosen layout timed a single step; 0 if any timed more."""
     own = [one for one in seen if isinstance(one, Timed) and one.probe.layout == chosen]
     return len(own) if all(one.lone for one in own) else 0
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a doubt is, for comparison with other doubts of its kind.
-
-    A loss that was NaN or infinite is more serious, the earlier it happened.
-    """
+    """Return how serious a doubt is, for comparison with other doubts of its kind."""
+    # a loss that was NaN or infinite is more serious, the earlier it happened
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the doubts about the chosen layout, and every loss that was NaN or infinite.
-
-    A rank that is disturbed and a rank that waits for others look alike, so the measurements of
-    several devices may not show a disturbance. If the chosen layout has several devices,
-    disturbances of other layouts in the race therefore count too, if they lasted for most of a
-    measurement.
-    """
+    """Yield the doubts about the chosen layout, and every loss that was NaN or infinite."""
     for one in seen:
         if isinstance(one, Timed):
             yield from (each for each in one.warnings if each.code == "not_finite")
         if isinstance(one, Timed) and one.probe.layout == chosen:
             yield from one.warnings
+        # a disturbed rank looks like one that waits for others, so long disturbances of other
+        # layouts in the race count for a layout with several devices
         elif isinstance(one, Timed) and one.probe.stage == Stage.RACE and len(chosen.active) > 1:
             yield from (
                 each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY
@@ -95,19 +86,16 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for each two measurements of the same layout that differ too much.
-
-    They differ too much if one is more than 10 % faster and their intervals don't overlap. The
-    doubt has the difference. A slower measurement from the solo stage isn't doubted if the faster
-    one is from a later stage, because all devices run at the same time in the solo stage.
-    """
+    """Yield a doubt for each two measurements of the same layout that differ too much."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
         if isinstance(one, Timed):
             repeats[one.probe.layout].append(one)
     for slow, fast in (pair for taken in repeats.values() for pair in permutations(taken, 2)):
         change = fast.samples_per_second / slow.samples_per_second - 1
+        # all devices run at the same time in the solo stage, so a later measurement may be faster
         at_once = slow.probe.stage == Stage.SOLO != fast.probe.stage
+        # more than 10 % apart, with intervals that don't overlap
         if change > CHANGED and slow.throughput.high < fast.throughput.low and not at_once:
             yield MeasurementDoubt("changed", change)
 
@@ -132,7 +120,7 @@ def find_taken_memory(
 ) -> tuple[TakenMemory, ...]:
     """Return the devices on which other processes held memory when a probe began.
 
-    Each has the largest number of bytes that they held.
+    Each has the largest number of bytes that these processes held.
     """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
@@ -150,8 +138,7 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """Return the number of rows above which the user's own code raises an exception.
 
-    Such a limit exists if an error occurred only with more rows than in any step that succeeded.
-    Otherwise return None.
+    Return None unless an error occurred only with more rows than in any step that succeeded.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -236,8 +223,8 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    On such a device, no probe has succeeded since the first failure. A device on which earlier
-    probes succeeded is returned only if it was lost or if the plan doesn't use it.
+    On such a device, no probe has succeeded since the first failure. If earlier probes had
+    succeeded, the device is returned only if it was lost or the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -273,8 +260,8 @@ def _why_left_out(
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
     """Return a warning if an epoch has fewer than 100 steps, because the model then learns little.
 
-    `rows` is the number of rows of the training data; 0 if unknown. Return None if it is unknown
-    or large enough.
+    `rows` is the number of rows of the training data. Return None if it is 0 (unknown) or large
+    enough.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

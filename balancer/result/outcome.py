@@ -73,22 +73,16 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """Return the verdict as it will be when it is read back from the journal.
-
-    If a resumed run ends in the same way, the new end is then equal to the recorded one, and isn't
-    written again.
-    """
+    """Return the verdict as it will be when it is read back from the journal."""
+    # if a resumed run ends in the same way, the new end equals the recorded one and isn't written
+    # again
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
 
 
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return the plan's evidence: every rival with its name, and each device alone.
-
-    The best single device is included even if it is the plan. Each device alone is listed at its
-    fastest batch and at the plan's batch.
-    """
+    """Return the plan's evidence: every rival with its name, and each device alone."""
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
     return tuple(
@@ -102,11 +96,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals, and the best single device, with their names and kinds of evidence.
-
-    If a layout with a larger batch is faster than the plan, the fastest such layout has a second
-    entry that says so. `devices` is the number of devices.
-    """
+    """Return all rivals, and the best single device, with their names and kinds of evidence."""
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -117,6 +107,7 @@ def _list_rivals(
         name = name_layout(alone.candidate, devices)
         if name not in names:
             found.append((name, "best_device", alone))
+    # the fastest layout with a larger batch, if it is faster than the plan, has a second entry
     larger = find_larger(chosen, rivals)
     if larger is not None:
         found.append((LARGER_BATCH, "larger_batch", larger))
@@ -126,12 +117,10 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest batch, and also at the plan's batch if they differ.
-
-    A device that took part in the race has the result of the race.
-    """
+    """Yield each device alone at its fastest batch, and at the plan's batch if they differ."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
+        # a device that took part in the race has the result of the race
         alone = _find_layout(rivals, result.layout) or compare_alone(report.chosen, result)
         yield f"{SOLO_PREFIX}{_label(result.layout, devices)}", "one_device", alone
     shown = [one.layout for one in fastest]
@@ -152,10 +141,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return what a plan's evidence calls a rival, such as "best_device".
-
-    `devices` is the number of devices.
-    """
+    """Return what a plan's evidence calls a rival, such as "best_device"."""
     traits = one.layout.traits
     if one.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -206,12 +192,10 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """Return the plan's entry for a layout.
-
-    The chosen layout also has its devices' throughput curves and, if it is sharded, their memory.
-    """
+    """Return the plan's entry for a layout."""
     batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
     ratios = find_ratios(layout, report.mean_length)
+    # only the chosen layout has throughput curves and memory
     curves = report.curves if chosen else (((), 0),) * len(devices)
     shares = tuple(
         Share(
@@ -238,10 +222,9 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return the bytes of state that a device holds in a sharded training, and its peak in bytes.
+    """Return a device's bytes of state and its peak bytes in a sharded training; 0 if unknown.
 
-    `position` is the device's position; `turns` are the measurements of the layout. A value is 0 if
-    it is unknown or the layout isn't sharded.
+    `position` is the device's position. `turns` are the measurements of the layout.
     """
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -253,10 +236,7 @@ def _predict_memory(
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """Return the plan's entry for a layout's samples/s.
-
-    Tokens per second and energy are included if they are known.
-    """
+    """Return the plan's entry for a layout's samples/s, with tokens/s and energy if known."""
     low, high = max(0.0, min(interval.low, interval.value)), max(interval.high, interval.value)
     turns = report.turns_of(layout)
     tokens = (interval.value * report.mean_length, padding_share(turns))
