@@ -166,35 +166,28 @@ def _choose_budget(
 ) -> float | None:
     """Return the budget of a resumed run in seconds; None for no limit.
 
-    If `extend_seconds` is given, the budget is the time already spent plus these seconds.
-    Otherwise, if the request has a budget other than the default, it is that budget. Otherwise the
-    run keeps its own budget.
+    `extend_seconds` are added to the time already spent.
     """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
+    # the default counts as no budget
     given = request.budget_seconds
     return _read_budget(record) if given == Request().budget_seconds else given
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's budget in seconds; None for no limit.
-
-    If the budget was raised before the run last ended, return the raised budget, and otherwise the
-    budget of the original request.
-    """
+    """Return the run's budget in seconds, raised or original; None for no limit."""
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option that was given differs from the run's original request.
-
-    With another option, the earlier measurements wouldn't be valid. An option with its default
-    value counts as not given. The options in `CHANGEABLE` may differ.
-    """
+    """Raise RequestError if an option that was given differs from the run's original request."""
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
+    # with another option, the earlier measurements wouldn't be valid; a default value counts as not
+    # given
     for field in Request.__struct_fields__:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
@@ -206,14 +199,12 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the user's code failed before anything was measured.
-
-    It would be pointless to resume such a run, because there is no measurement to reuse.
-    """
+    """Raise RequestError if the user's code failed before anything was measured."""
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):
         why = wrong.detail.rstrip(".")
+        # there is no measurement to reuse
         raise RequestError(
             f"The run {record.header.run} failed, and nothing was measured: {why}.",
             "Correct that and start a new run.",

@@ -47,7 +47,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
     """Return a distinct name for each layout. `found` is sorted, the fastest first.
 
     Of two layouts of one family, the slower one is named "another". A split that is slower than
-    another split isn't named the best split. `devices` is the number of devices.
+    another split isn't named the best split.
     """
     names: list[str] = []
     for one in found:
@@ -64,7 +64,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 def list_samples(layout: Layout) -> str:
     """Return the samples of each computing device as text, such as "820 + 568".
 
-    For a device that computes them in several passes, the text is like "(820 = 2 × 410) + 568".
+    Several passes are written as in "(820 = 2 × 410) + 568".
     """
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
@@ -104,8 +104,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     def gain_of(self, chosen: Result) -> float:
         """Return the gain of the chosen layout over this one.
 
-        A gain that was measured in turns is returned as it is. Otherwise it is computed from the
-        samples/s as they are printed.
+        It was measured in turns, or is computed from the samples/s as they are printed.
         """
         return (
             self.gain
@@ -122,8 +121,8 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    If the chosen layout won the race, the layouts are compared by their turns of the race, and
-    otherwise by samples/s. If the plan is one device or a pack, the fastest split in `results`
+    If the chosen layout won the race, the layouts are compared by their turns of the race;
+    otherwise, by samples/s. If the plan is one device or a pack, the fastest split in `results`
     comes first, even if it wasn't in the race. If no single device was in the race, the best one
     (`single`) comes last.
     """
@@ -163,10 +162,10 @@ def compare(
 ) -> ComparedLayout:
     """Compare a rival with the chosen layout by their samples/s.
 
-    `interval` is the rival's samples/s. `in_turn` is the rival's result in the race, each turn of
-    which measures all layouts once; None if the rival wasn't raced. The gain is normally computed
-    from the samples/s. It is computed from the turns if they show which layout is faster while the
-    samples/s tie or contradict them.
+    `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
+    wasn't raced. Each turn of a race measures all layouts once. The gain is normally computed from
+    the samples/s. It is computed from the turns if only these show which layout is faster, or if
+    the samples/s contradict them.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)
@@ -184,20 +183,14 @@ def compare(
 
 
 def _compare_rates(own: Interval, other: Interval) -> RateGap:
-    """Return the gap between the samples/s of two layouts, with its interval.
-
-    The layouts tie if the interval contains 0.
-    """
+    """Return the gap between two layouts' samples/s; its interval contains 0 if they tie."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gain over a rival, given the rival's gain over the chosen layout.
-
-    The rival's gain, `against`, was measured in turns.
-    """
+    """Return the chosen layout's gain over a rival from the opposite gain, measured in turns."""
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -241,7 +234,7 @@ def is_comparable(
 ) -> bool:
     """True if the gain of the chosen layout over another layout can be stated.
 
-    `own` and `own_shares` describe the chosen layout, and `other` and `shares` the other one; empty
+    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other one. Empty
     `shares` stand for the sum of all devices alone. The gain would be misleading in three cases:
 
     - One of the rates is too uncertain.
@@ -271,8 +264,5 @@ def is_rough(*intervals: Interval) -> bool:
 
 
 def write_gain(gain: float, *intervals: Interval) -> str:
-    """Return a gain as a percentage, such as 36.4 %.
-
-    If one of the values is imprecise, there are no decimals.
-    """
+    """Return a gain as a percentage, such as 36.4 %, without decimals if a value is imprecise."""
     return percent(gain, 0 if is_rough(*intervals) and gain >= 0.005 else 1)

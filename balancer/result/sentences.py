@@ -1,8 +1,8 @@
 """Writes the verdict as plain text.
 
 The text has the recommendation, the gains of the plan, remarks that explain them, and warnings. To
-add a sentence, write a function that takes the verdict and yields the sentence, and add the
-function to REMARKS, or to WARNINGS if the sentence is a reason not to trust the measurements.
+add a sentence, write a function that takes the verdict and yields the sentence. Add the function to
+REMARKS, or to WARNINGS if the sentence is a reason not to trust the measurements.
 """
 
 from __future__ import annotations
@@ -109,12 +109,10 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """Return the recommendation as one sentence.
-
-    If the search was stopped early, a sentence that says which layout to use begins with "So far".
-    """
+    """Return the recommendation as one sentence."""
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
+    # the search ended early, so another layout may be faster
     if stopped and text.startswith("Use "):
         return f"So far: {text[:1].lower()}{text[1:]}"
     return text
@@ -196,10 +194,8 @@ def _write_plan_rate(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the plan's gains over the even split, over one device alone, and over the best split.
-
-    Only the comparisons that make sense for the kind of plan are yielded.
-    """
+    """Yield the plan's gains over the even split, one device alone, and the best split."""
+    # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
     even = _find_even(verdict)
@@ -216,10 +212,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield the duration of a training in a pack, divided by its duration on one device alone.
-
-    `single` is the measurement of the device alone. Yield nothing if the plan isn't a pack.
-    """
+    """Yield how much longer each training of a pack takes than one alone (`single`)."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
@@ -228,12 +221,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even(verdict: Verdict) -> Rival | None:
-    """Return the even split with which uneven shares are compared; None if there is none.
-
-    Only even splits over at least as many devices as the plan uses are considered; the one with the
-    fewest devices is chosen. Return None also if nothing can be said about its gain, or if one
-    device is recommended.
-    """
+    """Return the even split with which uneven shares are compared; None if there is none."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -241,6 +229,7 @@ def _find_even(verdict: Verdict) -> Rival | None:
         return None
     evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
     wide = [one for one in evens if len(one.devices) >= len(chosen.devices)]
+    # the fewest devices, but at least as many as the plan uses
     even = min(wide, key=lambda one: len(one.devices), default=None)
     return even if even is not None and _can_be_stated(even) else None
 
@@ -258,8 +247,8 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 def find_alone(verdict: Verdict) -> Rival | None:
     """Return the single device with which the plan is compared; None if there is none.
 
-    If the plan itself uses one device, it is compared with another device. Return None also if
-    nothing can be said about the gain.
+    A plan with one device is compared with another device. Return None also if nothing can be said
+    about the gain.
     """
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -268,10 +257,9 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the name and the shares of the best split, such as `the best split (226 + 30)`.
+    """Return the best split's name and shares, such as `the best split (226 + 30)`.
 
-    The global batch is added if it differs from the plan's. If the split has many devices, the
-    shares are left out.
+    The global batch is added if it isn't the plan's. For many devices, the shares are left out.
     """
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
@@ -281,10 +269,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if a sentence can be written about the plan's gain over a rival.
-
-    Either the gain is known, or the sentence says that the rival's samples/s are too uncertain.
-    """
+    """True if the gain over a rival is known, or if the rival is too uncertain to compare."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -293,10 +278,9 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival as text.
+    """Return the plan's gain over a rival, whose name is `over`, as text.
 
-    `over` is the rival's name. The gain has an error after ± if the plan's or the rival's rate is
-    imprecise. If the plan and the rival tie, the text has the measured difference and its error.
+    The text has an error after ± if a rate is imprecise.
     """
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
@@ -313,21 +297,14 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Return the text about a gain whose error is larger than the gain itself.
-
-    If the gain is certainly at least 1 %, the text has its lower bound. Otherwise it says that the
-    gain isn't certain.
-    """
+    """Return the text about a gain whose error is larger than the gain itself."""
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return the error of a gain in percentage points as text after ±.
-
-    Return "" if the gain is precise.
-    """
+    """Return a gain's error in percentage points as text after ±; "" if the gain is precise."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -340,19 +317,14 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half_width(difference: RateGap) -> float:
-    """Return the size of a gap's error: half of the width of its interval.
-
-    The interval may be lopsided, because its lower end can't be below -1. If the upper end is
-    farther from the gap than half of the width, return that distance instead.
-    """
+    """Return the size of a gap's error: half of the width of its interval."""
+    # the lower end can't be below -1, so the interval may be lopsided: the distance to its upper
+    # end counts if it is larger
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)`.
-
-    `over` is the rival's name.
-    """
+    """Return a tie as text, such as `1.4 % faster than GPU:0 alone ± 1.8 %`."""
     gap = rival.difference
     if gap is None:  # from an older version
         return f"as fast as {over}"
@@ -376,10 +348,7 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
-    """Yield what a training's time is spent on besides computing, with a remedy for each.
-
-    The largest limit comes first.
-    """
+    """Yield what takes a training's time besides computing, with remedies, the largest first."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already includes it
             continue
@@ -392,12 +361,9 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the speed of the link between the plan's devices, if it was measured.
-
-    Yield nothing if the exchange of gradients limits the training, because the sentence about that
-    limit names the link.
-    """
+    """Yield the speed of the link between the plan's devices, if it was measured."""
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
+    # the sentence about an exchange that limits the training names the link
     if verdict.link is not None and not named:
         yield f"Link: {verdict.link.describe()}."
 
@@ -425,11 +391,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Return, as text, the samples/s that the training would reach without a limit.
-
-    They were either measured without the limit, or are predicted for the case that its remedy is
-    applied.
-    """
+    """Return as text the samples/s without a limit, as measured or as expected with its remedy."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -478,10 +440,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a note that one device is simpler than several, if it is as fast as they are.
-
-    The plan may be that one device or the several devices.
-    """
+    """Yield a note that one device is simpler than several, if it is as fast as they are."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -497,10 +456,7 @@ def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one device.
-
-    If no split was measured, or the measurements don't explain it, the sentence says so.
-    """
+    """Yield why several devices are slower than one device, or that it is unexplained."""
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -554,12 +510,10 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _describe_state(verdict: Verdict) -> Iterator[str]:
-    """Yield how much memory the model's state takes, and how much adapters would take.
-
-    Yield nothing if the whole model ran on one device and the plan isn't sharded.
-    """
+    """Yield how much memory the model's state takes, and how much adapters would take."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
+        # memory is no problem if one device ran the whole model and the plan isn't sharded
         if sentences:
             yield sentences
 
@@ -589,7 +543,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 def _write_loss(loss: float) -> str:
     """Return how much slower than the plan a layout is, such as `3.1 % less than the plan`.
 
-    `loss` is the fraction of the plan's samples/s that it lacks.
+    `loss` is a fraction of the plan's samples/s.
     """
     if abs(loss) < EXACT:
         return "no more than the plan"
@@ -692,10 +646,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each tried knob, such as XLA, with its gain or loss in speed.
-
-    The chosen layout may or may not use the knob.
-    """
+    """Yield a sentence for each tried knob (option such as XLA), with its gain or loss in speed."""
     if not verdict.rate.known:
         return
     for one in verdict.rivals:
@@ -726,10 +677,7 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
 
 
 def _describe_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, and which number to use.
-
-    The fastest number comes first. Yield nothing if no other number was tried.
-    """
+    """Yield the samples/s for each number of loader workers, the fastest first, and advice."""
     tried = [
         (how, one.rate)
         for one in verdict.rivals
@@ -754,21 +702,16 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _write_percent_lost(gain: float) -> str:
-    """Return how much slower a rival is than the plan, as a percentage.
-
-    `gain` is the plan's gain over the rival.
-    """
+    """Return as a percentage how much slower a rival is, given the plan's gain over it."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
-    """Yield how much slower the best pack and the best placement are than the plan.
-
-    One that ties with the plan, or is too uncertain to compare, is named in a separate sentence.
-    """
+    """Yield how much slower the best pack and the best placement are than the plan."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
     yield from _describe_losses(verdict, others)
+    # ties, and layouts that are too uncertain to compare, have sentences of their own
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
     unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
     if tied:
@@ -779,10 +722,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield how much slower other kinds of layouts are than the plan: the best one of each kind.
-
-    The plan's own kind is left out.
-    """
+    """Yield how much slower than the plan the best layout of each other kind is."""
     said: set[str] = {verdict.chosen.kind}
     for one in others:
         if one.kind in said or one.gain is None or one.tie or one.gain < 0:
@@ -828,12 +768,10 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield how the global batch affects learning, and a learning rate to try.
-
-    Yield nothing if neither the noise scale nor the script's batch is known.
-    """
+    """Yield how the global batch affects learning, and a learning rate to try."""
     found = verdict.learning
     if found is None:
+        # neither the noise scale nor the script's batch is known
         return
     if found.noise_scale is not None and found.worth is not None:
         value, low, high = found.worth
@@ -862,10 +800,7 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_range(middle: str, low: str, high: str) -> str:
-    """Return a value with its lower and upper bound in brackets, or alone if the bounds are equal.
-
-    All three are formatted numbers.
-    """
+    """Return a formatted value with its bounds in brackets, or alone if the bounds are equal."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
@@ -993,14 +928,10 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts about the plan's measurements.
-
-    A doubt about noise is left out if measurements of the same layout differ by more than the
-    noise. The last sentence names two devices of one product whose speeds differ much, if
-    there are any.
-    """
+    """Yield the doubts about the plan's measurements, and two equal devices with unequal speeds."""
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
+        # repeated measurements differ by more than their noise
         if one.code == "noisy" and changed > abs(one.value):
             continue
         yield write_doubt(one, verdict.on_gpus)
@@ -1016,8 +947,8 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Return a doubt about a measurement as text, with a remedy.
 
-    `on_gpus` is True if GPUs were measured, so that heat may be a cause. `longer` is the text that
-    tells how to measure for longer.
+    `on_gpus` is True if GPUs were measured, so that heat may be a cause. `longer` says how to
+    measure for longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1129,10 +1060,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Return why the search ended, as text. If layouts tie with the plan, the text names them.
+    """Return why the search ended, as text, with the names of layouts that tie with the plan.
 
-    `words` is the usual text for the reason. If the search had nothing left to measure but the
-    recommendation is to measure again, return "", because the two would contradict each other.
+    `words` is the usual text for the reason. Return "" if the search had nothing left to measure
+    but the recommendation is to measure again, because the two would contradict each other.
     """
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
@@ -1181,7 +1112,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more measuring time would complete the verdict, because a comparison is missing."""
+    """True if a comparison is missing that more measuring time would complete."""
     found = finished.found
     if found is None:
         return False
@@ -1190,10 +1121,9 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict recommends training with the plan.
+    """True if the verdict recommends training with the plan; False if the devices are simulated.
 
-    False if the devices are simulated. True for verdicts of older versions, which have no
-    recommendation.
+    Verdicts of older versions have no recommendation, and count as True.
     """
     found = finished.found
     if found is None or found.recommendation is None:
@@ -1204,8 +1134,8 @@ def recommends_plan(finished: Finished) -> bool:
 def find_one_device_command(finished: Finished) -> str:
     """Return the command that trains without a plan on the one recommended device.
 
-    Return "" if something else is recommended, if there is no script, or if the device is
-    simulated or unknown.
+    Return "" if something else is recommended, if there is no script, or if the device is simulated
+    or unknown.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1226,7 +1156,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Return how to train with the plan in the file `path`, as a line of text.
+    """Return a line that says how to train with the plan in the file `path`.
 
     Return "" if there is no script to launch.
     """

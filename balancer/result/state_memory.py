@@ -25,8 +25,8 @@ def find_state_memory(
     """Return the memory of the model's state, and the memory that training adapters would need.
 
     `chosen` is the plan's layout; None without a plan. Return None if no shards were tried, because
-    the state's size is then unknown. If the training already trains adapters only, the result has
-    no estimates for adapters.
+    the state's size is then unknown. There are no estimates for adapters if the training already
+    trains adapters only.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -65,8 +65,8 @@ def _find_adapters(
 def write_state_memory(memory: StateMemory) -> str:
     """Return the memory of the state and of adapters as text.
 
-    If the whole model ran on one device and the plan isn't sharded, memory is no problem, and the
-    text is "".
+    Return "" if the whole model ran on one device and the plan isn't sharded: memory is no problem
+    then.
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""
@@ -82,7 +82,7 @@ def write_state_memory(memory: StateMemory) -> str:
 def write_adapters(memory: StateMemory) -> list[str]:
     """Return one sentence per method of training adapters, such as LoRA.
 
-    The sentence has the memory that the method needs, and the devices that have enough.
+    It has the memory that the method needs, and the devices that have enough.
     """
     sentences = []
     for each in memory.adapters:

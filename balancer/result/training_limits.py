@@ -1,8 +1,8 @@
 """Finds what limits a training with the chosen layout, from measured parts of a step.
 
 Only probes with real children measure these parts, so simulated devices have no limits. Times are
-in seconds per optimizer step, on the rank where a part takes longest, because the other ranks wait
-for that rank.
+in seconds per optimizer step. They are those of the rank where a part takes longest, because the
+other ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -96,12 +96,9 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return a layout's last measurement that also timed steps without input or a slow host.
-
-    Steps without input reused one batch. For steps without a slow host, all kernels were enqueued
-    before the step began. Return None if there is no such measurement.
-    """
+    """Return the last measurement that also timed steps without input or a slow host, if any."""
     turns = _find_turns(seen, layout)
+    # without input: one batch is reused; without a slow host: all kernels are enqueued first
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
     return found[-1] if found else None
 
@@ -109,8 +106,8 @@ def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
 class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
-    `turns` are the measurements in which the parts of a step are known. `closer` is one that also
-    timed steps without input or without a slow host; None if there is none.
+    `turns`: the measurements in which the parts of a step are known.
+    `closer`: one that also timed steps without input or without a slow host, if any.
     """
 
     def __init__(
@@ -119,10 +116,7 @@ class _Measured:
         self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """Return pairs: a measurement, and the parts of this device's step in it.
-
-        Measurements without these parts are left out.
-        """
+        """Return each measurement with the parts of this device's step, where they are known."""
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
@@ -138,9 +132,10 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return the seconds per step that a part takes on the device where it takes longest.
+        """Return the seconds per step of a part, on the device where it takes longest; None if
+        unknown.
 
-        `name` is a field of `PartSeconds`. Return None if the part is unknown.
+        `name` is a field of `PartSeconds`.
         """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
@@ -156,21 +151,13 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds per step that a device loses to heat or to a power limit.
-
-        `kind` says which of the two.
-        """
+        """Return the seconds per step that a device loses to heat or to a power limit."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds per step that a device's kernels wait for kernels of other processes.
-
-        They are the time for which other processes compute, but at most the longer of two times:
-        how long the session's kernels are enqueued without running, and how long they run. The
-        second one is a limit because a GPU gives processes equal slices of time.
-        """
+        """Return the seconds per step that a device's kernels wait for other processes' kernels."""
         parts = [part for _, part in self.parts_of(position)]
         parts = [part for part in parts if _is_whole_sample(part)] or parts
         if not parts:
@@ -181,42 +168,33 @@ class _Measured:
         for part in parts:
             wait = part.neighbour
             if part.busy is not None:
+                # at most the time for which own kernels are enqueued but don't run; and at most the
+                # time for which they run, because a GPU gives processes equal slices of time
                 wait = min(wait, max(enqueued - part.busy, part.busy))
             waits.append(wait)
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the positions of the devices with the longest compute time (own work).
-
-        The other devices wait for them.
-        """
+        """Return the devices with the longest compute time, for which the others wait."""
         longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds per step that a GPU waits for its host to launch kernels.
-
-        Return 0 if that wasn't measured.
-        """
+        """Return the seconds per step that a GPU waits for kernel launches; 0 if unknown."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Convert `seconds` of the `closer` measurement's steps to seconds of the verdict's steps.
-
-        The steps of the `closer` measurement, which looks at more of a step, may be slower.
-        """
+        """Convert seconds per step of `closer` to seconds per step of the verdict."""
         assert self.closer is not None
+        # a measurement that looks at more of a step may be slower
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for rows.
-
-    If steps that reuse one batch were timed, the result also has the step's time without input.
-    """
+    """Yield how long a step waits for rows, with its time without input if that was measured."""
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
     if closer is None or closer.kept is None:
@@ -243,11 +221,8 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step is delayed by the host.
-
-    Either ranks have no core because other programs use the cores, or a GPU waits for its host
-    to launch kernels.
-    """
+    """Yield how long a step is delayed by the host."""
+    # other programs use the cores
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
         part
@@ -262,6 +237,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         error_s=bound_error(starved, measured.step_s, STARVED_ERROR),
         by=most.taken_by if most else "",
     )
+    # a GPU waits for its host to launch kernels
     waits_s = measured.launching_s()
     if waits_s > 0:
         spared_s = _seconds_saved_by_doubling(measured.step_s, waits_s)
@@ -277,20 +253,15 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
     """Return the seconds saved per step if every two steps became one step of twice as many rows.
 
-    `step_s` is the duration of a step now, and `waits_s` the part of it in which the device waits
-    for its host. With twice the rows, the host takes as long as before, and the device twice as
-    long.
+    `waits_s` is the part of `step_s` in which the device waits for its host.
     """
+    # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how long a step takes to exchange gradients.
-
-    It is the waiting time of the slowest device, because that device doesn't wait for others to
-    finish computing. Yield nothing for a single device or if a waiting time is unknown.
-    """
+    """Yield how long a step takes to exchange gradients, if all waiting times are known."""
     layout = measured.layout
     if len(layout.computing) < 2 or not layout.traits.together:
         return
@@ -298,6 +269,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
     known = [rest for rest in rests if rest is not None]
     if len(known) < len(rests):
         return
+    # the slowest device waits for the exchange only, not for others to finish computing
     seconds = max(0.0, min(known)) * measured.step_s
     yield StepPart(
         kind=LimitKind.EXCHANGE,
@@ -311,10 +283,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Return the labels of the devices that exchange gradients, as text.
-
-    The speed and the path of their link are added if they were measured.
-    """
+    """Return the devices that exchange gradients as text, with their link if it was measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -340,28 +309,24 @@ def find_link(
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
     """Return the fraction of a step in which a device waits for other devices or the all-reduce.
 
-    `position` is the device's position. If `on_cpu`, the compute time (own work) is CPU time, so
-    waiting for rows and for a core isn't part of it and is subtracted too. Return None if the
-    compute time is unknown.
+    Return None if its compute time is unknown.
     """
     shares = []
     for one, part in measured.parts_of(position):
         own = one.device_seconds[position]
         if own is None:
             return None
+        # the compute time of a CPU is CPU time, without waiting for rows or for a core
         beside = (part.input_seconds or 0.0) + part.starved_seconds if on_cpu else 0.0
         shares.append(1 - (own + beside) / one.step_seconds)
     return fmean(shares) if shares else None
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long the optimizer's own step takes.
-
-    The time in which the GPU waits for the host to launch kernels is left out, because it
-    is another limit.
-    """
+    """Yield how long the optimizer's own step takes."""
     update = measured.largest_s("update_seconds")
     if update is not None:
+        # waiting for the host to launch kernels is another limit
         seconds = update * max(0.0, 1 - measured.launching_s() / measured.step_s)
         yield StepPart(
             kind=LimitKind.OPTIMIZER,
@@ -376,10 +341,7 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield how long a step takes because memory forces a device to take several passes.
-
-    It is the time that a single pass would save, on the devices that the others wait for.
-    """
+    """Yield the time that a single pass would save, on devices with several passes."""
     layout = measured.layout
     for position in measured.list_last():
         passes = layout.passes(position)
@@ -396,10 +358,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of the two largest batches that a device computed in one pass.
-
-    There may be fewer than two. `position` is the device's position.
-    """
+    """Return the rows and seconds of a device's two largest batches in one pass, or of fewer."""
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:
@@ -416,17 +375,17 @@ def _seconds_saved_by_one_pass(
 ) -> tuple[float, float]:
     """Return the seconds that one pass saves over `passes` passes, and half of the 95 % interval.
 
-    `known` has the rows and seconds of two single passes. On CPUs, and for many rows, a pass takes
-    a fixed time plus a time for each row. Few rows leave multiprocessors of a GPU idle: twice the
-    rows took 1.17 times as long from 4 to 8 rows on an H200, and 1.15 times on average from there
-    to 64. The time is then modeled as a power of the number of rows.
+    `known` has the rows and seconds of two single passes.
     """
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
+        # a pass takes a fixed time plus a time for each row
         slope = min(max(0.0, (many_s - few_s) / (many - few)), many_s / many)
         single_s = many_s + slope * (passes - 1) * many
     else:
+        # few rows leave multiprocessors of a GPU idle: twice the rows took 1.17 times as long from
+        # 4 to 8 rows on an H200, and 1.15 times on average from there to 64
         power = min(max(0.0, math.log(many_s / few_s) / math.log(many / few)), 1.0)
         single_s = many_s * passes**power
     spared_s = now_s - single_s
@@ -434,21 +393,14 @@ def _seconds_saved_by_one_pass(
 
 
 def _is_whole_sample(part: PartSeconds) -> bool:
-    """True if the driver's sample of running kernels covers the measurement.
-
-    In a sample, the driver reports for which fraction of the time a process's kernels ran. If the
-    session's own kernels ran for hardly any of it, most of the sample is from before they began. If
-    the driver doesn't report the fraction, the sample is taken to cover the measurement.
-    """
+    """True if the driver's sample of running kernels covers the measurement."""
+    # otherwise most of the sample is from before the session's kernels began
     return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield how much longer a step takes because of heat, a power limit or another process.
-
-    Only devices that the others wait for are considered. For each cause, the time of the device
-    that loses most is given.
-    """
+    """Yield how much longer a step takes because of heat, a power limit or another process."""
+    # of the devices that the others wait for, the one that loses most counts
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
         most = max(lost, key=lost.__getitem__)
@@ -475,8 +427,7 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
 
-    The plan is compared with a split of the same batch over the same devices with equal shares.
-    Return an empty list if no such split was measured.
+    Return an empty list if no split with equal shares was measured.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -503,10 +454,8 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which neither the CPU, the input nor other devices are busy.
-
-    The training's own code must be waiting then, for example in a sleep.
-    """
+    """Yield the time in which nothing is busy, so the training's own code must be waiting."""
     seconds = measured.largest_s("idle_seconds")
+    # for example in a sleep
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Decide how long each probe measures, what it costs at least, and whether it fits the budget.
+"""Decides how long each probe measures, what it costs at least, and whether it fits the budget.
 
 Exploration gets a part of the budget, so that the race can measure every candidate once. This part
 is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
@@ -66,7 +66,7 @@ class Budget:
         """Sum up the time that the probes in `seen` have spent.
 
         `machine` predicts the steps of layouts that never ran. Without it, their steps are
-        estimated only from the devices' speeds. If `race_is_over`, exploration may use all of the
+        estimated from the devices' speeds. If `race_is_over`, exploration may use all of the
         remaining budget.
         """
         self._options = options
@@ -101,9 +101,9 @@ class Budget:
         `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
         are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
 
-        There is one exception: if steps are very slow, the probe times only a single step, a "lone
-        step". A probe does so if it is given less time than one step takes, so half of a step's
-        time is returned. A check always has two steps, because it confirms the winner's samples/s.
+        If steps are very slow, a probe times only a single step, a "lone step". It does so if it is
+        given less time than one step takes, so half of a step's time is returned. A check always
+        has two steps, because it confirms the winner's samples/s.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -145,8 +145,8 @@ class Budget:
     ) -> tuple[Probe, ...]:
         """Return a probe of the layout in a turn; empty if the budget doesn't allow it.
 
-        Of the time left, `reserved` seconds are kept for later probes. The rest is shared by this
-        probe and others, `probes_left` in all.
+        Of the time left, `reserved` seconds are kept for later. `probes_left` probes, including
+        this one, share the rest.
         """
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
@@ -158,9 +158,8 @@ class Budget:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
         Also, `seconds` must be at most the fraction `EXPLORES` of exploration's remaining time, or
-        half of that if `after` isn't 0. This second condition doesn't apply if steps of
-        `step_seconds` are so slow that a probe times only one, because there is no time for many
-        probes anyway.
+        half of that if `after` isn't 0. This doesn't apply if steps of `step_seconds` are so slow
+        that a probe times only one: there is no time for many probes anyway.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -175,16 +174,16 @@ class Budget:
     def is_cheap(self, seconds: float) -> bool:
         """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
 
-        A probe that is so short may run even if no gain is expected from it. After the race of a
-        search without a budget, the result is always False, because any probe would be cheap.
+        Such a short probe may run even if no gain is expected from it. After the race of a search
+        without a budget, the result is always False, because any probe would be cheap.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """True if a probe is worth its time.
+        """True if a probe of `seconds` is worth its time, given the relative `gain` expected from
+        it.
 
-        `gain` is the relative gain that is expected from it, and `seconds` is its duration. The
-        required gain grows with the fraction of the remaining time that the probe takes.
+        The required gain grows with the fraction of the remaining time that the probe takes.
         """
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left
@@ -219,8 +218,8 @@ class Budget:
     def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return the budget, in seconds, that would have left time for the missing first turns.
 
-        `missing_seconds` is the time that these turns take. Exploration uses a fixed part of the
-        budget, so not all of a larger budget is left for the turns.
+        `missing_seconds` is the time that these turns take. Exploration uses a fixed part of a
+        budget, so the turns get only a part of the additional time.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
@@ -229,19 +228,14 @@ class Budget:
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
         """Return the budget, in seconds, that would have left `grown_seconds` for larger packs.
 
-        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent. The time spent
-        before, on exploration and the first turns, counts towards that fraction.
+        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent. Exploration and
+        the first turns count towards that fraction.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
 
     def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how much time the search may have spent when the stage ends, in seconds.
-
-        Exploration and packs have limits of their own. The first turns of the race and of the stage
-        of knobs may use the whole budget; later turns must end a little earlier. After the race,
-        every stage may use nearly all of the budget.
-        """
+        """Return how much time the search may have spent when the stage ends, in seconds."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -254,41 +248,30 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return how many seconds a probe warms up, between its start and its timed steps.
+        """Return the seconds of a probe's warm-up: the layout's shortest, or a typical one.
 
-        If the layout was measured before, this is its shortest measured warm-up. Otherwise, it is
-        the typical warm-up of a probe with steps of `step_seconds`.
+        A typical warm-up is for steps of `step_seconds`.
         """
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how many seconds longer the first step of a layout's probe takes than a later one.
-
-        If the layout was measured before, it is the smallest difference measured. Otherwise a
-        typical probe with steps of `step_seconds` is assumed.
-        """
+        """Return how many seconds longer a probe's first step takes than a later one."""
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
+        # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
     def _further_warm_up_seconds(self, layout: Layout) -> float:
-        """Return how many seconds a layout's next probe must warm up before it can show its noise.
-
-        If all of the layout's probes so far timed a single step, none of them warmed up, so the
-        next one still has to. Otherwise, or if the layout was never measured, return 0.
-        """
+        """Return how many seconds the next probe must warm up before it can show its noise."""
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
             return 0.0
+        # all probes so far timed a single step, without a warm-up
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step_seconds(self, layout: Layout) -> float:
-        """Return the duration of a layout's step in seconds; 0 if none of the devices ran.
-
-        If the layout ran, its measured duration is returned, and otherwise the predicted one.
-        Without a prediction, the duration is estimated from solo speeds.
-        """
+        """Return the duration of a layout's step in seconds; 0 if none of the devices ran."""
         own = self._seen.timed_in(layout)
         if own:
             return median(one.step_seconds for one in own)
@@ -296,6 +279,7 @@ class Budget:
             predicted = self._machine.predicted_rate(layout)
             if predicted:
                 return layout.global_batch / predicted
+        # without a measurement or a prediction, it is estimated from solo speeds
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
         if not rates:
             return 0.0

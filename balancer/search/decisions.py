@@ -60,10 +60,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """Return a message that says which split a probe measures, and why that one.
-
-    `split_before` is True if a split was already measured.
-    """
+    """Return a message that says which split a probe measures, and why that one."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
@@ -87,11 +84,13 @@ def explain_no_device(model: MachineModel) -> End:
 def find_doubt(model: MachineModel, chosen: Result) -> str:
     """Return a message if there is reason to doubt the chosen plan, else an empty string.
 
-    There are two reasons to doubt a plan. Its measured samples/s may differ clearly from what its
-    devices' curves predict. Or one of its devices may have run out of memory repeatedly at batches
-    that are not much larger. The function is called when no further measurement is expected to
-    change the plan. In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 %
-    off, and 12 % of the plans with a doubt.
+    A plan is doubtful if its measured samples/s differ clearly from what its devices' curves
+    predict. It is also doubtful if one of its devices ran out of memory repeatedly at batches that
+    are not much larger. The function is called when no further measurement is expected to change
+    the plan.
+
+    In 4,740 hard searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of
+    the plans with a doubt.
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:
