@@ -5,8 +5,10 @@ is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
-    guessed     memory: the batch at which the memory line reaches the limit, or one between what
-                ran and what failed; if bytes are unknown, a split gets no more rows than ran
+    guessed     memory: the batch at which the memory line reaches the limit, or one between
+    what
+                ran and what failed; if bytes are unknown, a split gets no more rows
+                than ran
     trusted     time: at most what is guessed, and only as far above the batches that ran as the
                 curve can be trusted; a fixed batch exceeds it if necessary
 
@@ -53,8 +55,8 @@ class DeviceModel:
     ) -> None:
         """Model the device at `position` from the `evidence` of all devices.
 
-        `time` limits how long a step may take. `group` are the positions of the devices that can't
-        be distinguished from this device, including itself.
+        `time` limits how long a step may take. `group` are the positions of this device and of the
+        devices that can't be distinguished from it.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -79,14 +81,15 @@ class DeviceModel:
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of all devices in this device's group."""
+        """The points of all devices in this device's group, which can't be distinguished."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The device's curve when it runs in its own process, while the other devices compute too.
+        """The device's curve when it runs alone in its process, while the other devices compute
+        too.
 
-        It is fitted to the points of all devices in this device's group; None if there are none.
+        It is fitted to the points of the whole group; None if there are none.
         """
         return fit_curve(self.group_points, self._among)
 
@@ -94,7 +97,7 @@ class DeviceModel:
     def split_curve(self) -> Curve | None:
         """The device's curve within a split.
 
-        It is fitted to the device's solo points and to its compute times (own work) in splits.
+        It is fitted to solo points, and to compute times (own work) in splits.
         """
         points: list[Point] = []
         for one in self._group:
@@ -133,7 +136,7 @@ class DeviceModel:
     def guessed_rows(self) -> int:
         """The maximum rows of one pass that are worth trying in a split, according to memory.
 
-        They may not fit. They are 0 for a device that can't be used.
+        They may not fit. The limit is 0 for a device that can't be used.
         """
         if self.is_unusable:
             return 0
@@ -152,7 +155,7 @@ class DeviceModel:
     def trusted_alone_rows(self) -> int:
         """The largest batch to measure next on the device in a round of devices alone.
 
-        It exceeds the largest batch that ran by a limited factor at most. It is 0 before the device
+        It is at most a limited factor above the largest batch that ran. It is 0 before the device
         ran.
         """
         if self.solo_curve is None:
@@ -179,7 +182,7 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch, at most `limit`, for which the curve can be trusted.
 
-        It exceeds the largest batch that ran by a limited factor at most. If the global batch is
+        It is at most a limited factor above the largest batch that ran. If the global batch is
         free, a step of this batch must also be quick enough for the time left.
         """
         if self._problem.global_batch is None:
@@ -192,23 +195,17 @@ class DeviceModel:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth_factor(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which the next batch may exceed the largest that ran.
-
-        A curve that rises predicts how long a larger batch takes, so the factor is infinite. A
-        level curve doesn't: in the worst case, time grows in proportion to the batch from now on.
-        The time left then limits the factor.
-        """
+        """Return the factor by which the next batch may exceed the largest that ran."""
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
         last = curve.seconds(self.memory.largest_ran)
+        # a rising curve predicts the time of a larger batch; beyond a level curve, time may grow in
+        # proportion to the batch, so the time left limits the factor
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, reduced so that no step takes longer than the time left allows.
-
-        It isn't reduced below the largest batch that ran.
-        """
+        """Return `limit`, reduced to batches that ran or whose step fits the time left."""
         if math.isinf(self._time.seconds):
             return limit
         longest = max(
@@ -221,12 +218,10 @@ class DeviceModel:
 
     @property
     def _may_use_passes(self) -> bool:
-        """True if the device may compute its share of a fixed batch in several passes.
-
-        False for a free batch, which is reduced instead. Also False if a probe with several passes
-        failed, because the passes may be the cause.
-        """
+        """True if the device may compute its share of a fixed batch in several passes."""
         fixed = self._problem.global_batch is not None
+        # a free batch is reduced instead; after a failed probe with passes, the passes may be the
+        # cause
         return self._problem.micro and fixed and not self.evidence.undivided
 
     @cached_property
@@ -294,8 +289,8 @@ class DeviceModel:
     def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """Return the device with a curve that assumes one or several passes, whichever is faster.
 
-        Several passes are only considered for a fixed batch. `curve` is for one pass, and `limit`
-        is the maximum rows of one pass.
+        Several passes are only considered for a fixed batch. `curve` is for one pass. `limit` is
+        the maximum rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -336,7 +331,7 @@ class DeviceModel:
 def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
     """Return the largest share for which one pass is at least as fast as two equal passes.
 
-    It isn't below `rows`, the rows of the fastest pass, or above `limit`, the maximum rows of a
+    It is at least `rows`, the rows of the fastest pass, and at most `limit`, the maximum rows of a
     pass. `extra` are the seconds that a second pass adds.
     """
     shares = range(rows, max(rows, limit))

@@ -74,13 +74,8 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search, by priority.
-
-        A part without a next probe yields an empty tuple. Exploration interrupts the race whenever
-        it has a next probe and hasn't spent its part of the budget. After the race, exploration may
-        spend the rest of the budget. It may do so after a check too, because a check adds points to
-        the curves.
-        """
+        """Yield the next probes of each part of the search, by priority; empty tuples for none."""
+        # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
         if self.sharding is not None:
@@ -89,6 +84,7 @@ class Evaluation:
             return
         yield self.race.next_probes()
         if self.problem.budget_seconds is not None:
+            # exploration may spend the rest, also after a check, which adds points to the curves
             yield self._explore_rest(max(0.0, self.problem.budget_seconds - self._check_seconds))
         if self.best:
             yield self.race.check(self.best)
@@ -96,11 +92,7 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the probes to retry after a failure; empty if there are none.
-
-        All failed probes of the solo stage are retried together. In later stages, only one failed
-        probe is retried at a time.
-        """
+        """Return the failed probes to retry: those of the solo stage, or one of a later stage."""
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -108,19 +100,12 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The minimum duration of a check of the winner, in seconds; 0 before the race.
-
-        Exploration leaves this time when it spends the rest of the budget.
-        """
+        """The minimum duration of a check of the winner, in seconds; 0 before the race."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next solo probes, or the probe of a split once solo probes are finished.
-
-        Solo probes are finished if no more of them are worth their time. Return an empty tuple if
-        no measurement is worth its time, or if none fits the budget.
-        """
+        """Return the next solo probes or split's probe; empty if none is worth it."""
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
@@ -128,15 +113,14 @@ class Evaluation:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return exploration's next probes after the race, with a budget of `seconds`.
 
-        If `seconds` is None, the budget is unlimited. The result then shows whether the search
-        would go on if it had more time.
+        None is an unlimited budget, to see whether the search would go on with more time.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """Return the search's curves and its next step, which the app draws after each probe."""
+        """Return the search's curves and its next step, which the app shows after each probe."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -165,11 +149,7 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why the search is over, provided that it has no further probes.
-
-        The reasons are checked in order: no device can train, nothing fits, the budget is spent,
-        and finally that more measurements would gain nothing.
-        """
+        """Return why the search is over, provided that it has no further probes."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -181,10 +161,10 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why the search has ended, given that it wouldn't go on even with a larger budget.
+        """Return why a search has ended that wouldn't go on even with a larger budget.
 
-        `tied` is True if the two fastest layouts differ by so little that measuring them again
-        couldn't tell which is faster.
+        `tied` is True if more measurements couldn't tell which of the two fastest layouts is
+        faster.
         """
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
@@ -195,14 +175,11 @@ class Evaluation:
         return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
     def _end_when_settled(self) -> End:
-        """Return why the search has ended, for a search that has nothing left to measure.
-
-        The `End` says that the plan is settled. If there is reason to doubt the plan, it says
-        instead that the plan is unsure, and why.
-        """
+        """Return the end of a search that has nothing left to measure."""
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
+        # unsure if there is reason to doubt the plan
         return End(Stop.UNSURE, doubt) if doubt else End(Stop.SETTLED)
 
     # ------------------------------------------------------------------ models of the machine
@@ -226,7 +203,7 @@ class Evaluation:
     def policy(self) -> RowPolicy | TextPolicy:
         """The policy that chooses layouts.
 
-        It is a `TextPolicy` if rows are known to have unequal lengths, else `by_rows`.
+        It is a `TextPolicy` if rows are known to have unequal lengths; otherwise, `by_rows`.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -246,8 +223,8 @@ class Evaluation:
     def sharding(self) -> Sharding | None:
         """The search among sharded layouts.
 
-        None if the workload doesn't support sharding, or if sharding wasn't requested and every
-        device can hold the whole model.
+        None if the workload doesn't support sharding. Also None if sharding wasn't requested and
+        every device can hold the whole model.
         """
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)
@@ -262,12 +239,9 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if there is a device on which every probe ran out of memory.
-
-        The model is then assumed to be too large for that device. A device whose memory other
-        processes also use doesn't count.
-        """
+        """True if a device ran out of memory in every probe, so the model is too large for it."""
         for position, device in enumerate(self.model.devices):
+            # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
             holds_nothing = (
                 device.memory.smallest_failed is not None and not device.memory.largest_ran
@@ -312,16 +286,11 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The best layout, according to the measurements that led to its choice.
-
-        Layouts of the race are judged by their turns, and layouts that ran only in exploration by
-        their measurements there. A layout of exploration is ignored if a layout of the race has
-        nearly the same shares, because no measurement would show the difference. If no layout may
-        run any more, the result is the best of all that ran.
-        """
+        """The best layout, according to the measurements that led to its choice."""
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return self.race.ranking[0].result  # in the race, packs and placements are compared
+        # layouts of the race are judged by their turns, others by their measurements in exploration
         layouts = self._eligible_layouts(raced)
         if not layouts:
             return None
@@ -330,30 +299,28 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts that may be chosen, all with the requested batch.
+        """Return the layouts of the requested families and batch that may be chosen.
 
-        They are the layouts of the race (`raced`), and other measured layouts of the requested
-        families. Another layout is left out if its shares are nearly the same as in a layout of the
-        race.
+        `raced` are the layouts of the race.
         """
         fit = [
             one
             for one in self._results_that_ran
             if self.problem.global_batch in (None, one.global_batch)
         ]
+        # no measurement would show a difference from a layout of the race with nearly the same
+        # shares
         apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
         wanted = self.options.families
         return [one for one in apart if one in raced or family_of(one).name in wanted] or apart
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The result, over all turns, of each layout that ran as one training and may run again.
-
-        If none of these layouts may run again, the results of all of them are included.
-        """
+        """The result, over all turns, of each layout that ran as one training and may run again."""
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [one for one in trainings if self.policy.is_sensible(one.probe.layout)]
+        # all of them, if none may run again
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
         return {
@@ -362,31 +329,22 @@ class Evaluation:
         }
 
     def _samples_per_second(self, turns: Turns) -> Interval:
-        """Return the samples/s over some turns, with their interval.
-
-        A turn that timed a single step doesn't show how noisy its steps are. If all turns are like
-        that, the interval is widened to the error of such turns in the whole search.
-        """
+        """Return the samples/s over some turns, with their interval."""
         interval = throughput(turns)
         if not all(one.lone for one in turns.values()):
             return interval
+        # turns with a single step don't show its noise: the typical error of such turns is used
         return widen(interval, self._lone_error / math.sqrt(len(turns)))
 
     @cached_property
     def _lone_error(self) -> float:
-        """The relative half-width of the 95 % interval of a probe that timed a single step.
-
-        It is estimated from all such probes of the search.
-        """
+        """The relative half-width of the 95 % interval of a probe that timed a single step."""
         lone = [one for one in self._seen.timed() if one.lone]
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """Return the measurements that determine a layout's samples/s, by turn number.
-
-        Measurements in the solo stage, where all devices run at the same time, are used only if
-        there are no others.
-        """
+        """Return the measurements that determine a layout's samples/s, by turn number."""
+        # all devices run at once in the solo stage, so its measurements only count without others
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
@@ -398,8 +356,8 @@ class Evaluation:
     def report(self, own_batch: int | None = None) -> SearchReport | None:
         """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is the batch that the user's script uses today, if known. The report then
-        contains the samples/s that are predicted for that batch.
+        `own_batch` is the batch that the user's script uses today, if known. The report then has
+        the samples/s that are predicted for that batch.
         """
         if self.best is None:
             return None
@@ -439,7 +397,7 @@ class Evaluation:
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Return every layout of the race, the winner first.
 
-        If the best layout is among them, it has the samples/s of `best`, so that all reports agree.
+        The best layout has the samples/s of `best`, so that all reports agree.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
@@ -468,8 +426,8 @@ class Evaluation:
     def best_single(self) -> Result | None:
         """Return the best single device of the race.
 
-        If the race has none, return the fastest device alone at the requested batch, or None if no
-        device ran alone at that batch.
+        Without any, return the fastest device alone at the requested batch, or None if no device
+        ran alone at that batch.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -486,26 +444,21 @@ class Evaluation:
 
     @property
     def _growing_packs(self) -> tuple[Candidate, ...]:
-        """The next larger pack of each mode in which the largest measured pack is the best.
-
-        There was no time left to measure these packs.
-        """
+        """The next larger pack of each mode that was still gaining when time ran out."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget in seconds that would have sufficed to measure every layout once.
-
-        If packs of a mode were still gaining, it includes one more pack of that mode.
-        """
+        """The budget in seconds that would have sufficed to measure every layout once."""
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
         if self.options.with_splits and len(live) > 1 and not self._seen.in_stage(Stage.SPLIT):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
+        # packs that were still gaining get one more step
         grown = sum(budget.least_seconds(one.layout) for one in self._growing_packs)
         if not grown:
             return enough
@@ -519,8 +472,8 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer an exchange of all devices takes over several hosts than on one.
 
-        The item at index h is the difference in seconds for h hosts. Return an empty tuple if there
-        is only one host.
+        The item at index h is the difference in seconds for h hosts. Return an empty tuple for a
+        single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -528,9 +481,9 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a layout, and the rows of a pass that certainly fit there.
+        """Return each device's curve in a layout, and the rows of a pass that certainly fit.
 
-        If the layout isn't a split of rows, the curves are empty and the rows are 0.
+        Without a split of rows, curves are empty and rows are 0.
         """
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)

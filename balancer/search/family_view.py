@@ -47,13 +47,11 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits over all live devices.
+        """The even splits over all live devices and, if the options ask for scaling, over fewer.
 
-        If the options ask for scaling, even splits over fewer devices are included.
-
-        The result is empty if splits were requested and exploration hasn't measured any yet. If the
-        user didn't fix the global batch, an even split has as many rows per device as the best
-        split, which isn't known until then.
+        Empty if splits were requested and exploration hasn't measured any yet. If the user didn't
+        fix the global batch, an even split has as many rows per device as the best split, which
+        isn't known until then.
         """
         if self.options.with_splits and not self._policy.machine.splits:
             return []
@@ -63,9 +61,9 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The global batch for layouts whose best batch isn't searched, such as placements.
 
-        It is the fixed batch, if there is one, and otherwise the batch of the best solo layout. If
-        no device ran alone, it is the smallest batch that didn't fit on a device alone. It is None
-        if none of these is known yet, or if rows are assigned by cost.
+        It is the fixed batch or, without one, the batch of the best solo layout. If no device ran
+        alone, it is the smallest batch that didn't fit on a device alone. None if none of these is
+        known yet, or if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -104,15 +102,11 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical_pack(self, plain: Layout) -> Layout:
-        """Return the pack on logical devices with as many trainings as `plain`.
-
-        `plain` is the best pack without logical devices. If the budget doesn't suffice to measure
-        the wanted pack, return the largest pack on logical devices that was measured, if there is
-        one.
-        """
+        """Return the pack on logical devices with as many trainings as the pack `plain`."""
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, Stage.RACE):
             return wanted
+        # the budget doesn't suffice for the wanted pack
         return max(tried, key=lambda layout: layout.processes)

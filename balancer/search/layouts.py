@@ -65,8 +65,8 @@ BALANCE = LayoutOptions(
 class Candidate(msgspec.Struct, frozen=True):
     """One layout in the race, and the family that offers it.
 
-    A family's candidates after the first may be `extra`. If the budget runs out before an extra
-    candidate is measured, the report doesn't name it as missing.
+    A family's candidates after the first may be `extra`. The report doesn't name an extra candidate
+    that wasn't measured because the budget ran out.
     """
 
     family: Family
@@ -85,7 +85,7 @@ class Candidate(msgspec.Struct, frozen=True):
     def simplicity(self) -> tuple[int, int, int, int, int]:
         """The sort key that decides a tie: the layout with the smallest key is the simplest to use.
 
-        The key consists of the number of knobs, the number of passes beyond one on each device, the
+        It consists of the number of knobs, the number of passes beyond one on each device, the
         family's simplicity, the number of devices, and the number of trainings.
         """
         layout = self.layout
@@ -121,8 +121,8 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     """Return the layout with smaller passes on the devices that ran out of memory.
 
-    `full` are the positions of these devices. If it is empty, because the devices aren't known, all
-    devices get smaller passes. Return None if a pass already has only one row.
+    `full` are the positions of these devices. If it is empty, the devices aren't known, and all get
+    smaller passes. Return None if a pass already has only one row.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -138,7 +138,7 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
     """True if a measurement couldn't distinguish two layouts.
 
-    They are of the same kind, have equally many passes on each device, and their shares differ by
+    They are of the same kind, and have equally many passes on each device. Their shares differ by
     at most `near`, relative to the larger share.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):

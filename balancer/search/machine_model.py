@@ -5,7 +5,7 @@ seconds. within_k = base + each * (k - 1) is the time of k devices on a single h
 linear in h, and is the additional time if the devices are on several hosts.
 
 For a number of devices that was never measured, the time is assumed low (optimism in the face of
-uncertainty): given one measured time, fewer devices take proportionally less, and more devices take
+uncertainty). Given one measured time, fewer devices take proportionally less, and more devices take
 the same. A number of devices that looks good is then measured.
 """
 
@@ -112,8 +112,7 @@ class MachineModel:
     def splits(self) -> tuple[Timed, ...]:
         """The splits that exploration measured, if their rows were assigned as this model assumes.
 
-        If `by_rows`, the model assumes that rows are assigned in the order of the data. Otherwise,
-        it assumes that they are assigned by cost.
+        If `by_rows`, rows are assigned in the order of the data; otherwise, by cost.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
@@ -127,7 +126,7 @@ class MachineModel:
     def others_idle(self) -> dict[int, Timed]:
         """Each device's best measurement while the others were idle, by position.
 
-        A measurement counts only if its layout has the requested batch and still fits.
+        Only layouts that have the requested batch and still fit count.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
@@ -150,29 +149,23 @@ class MachineModel:
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the exchange costs, raised where more devices take part than in any split so far.
-
-        Splits had up to `widest` devices. An exchange of more devices is assumed to cost at least
-        the time that it takes over the known link. Links between hosts aren't known, so the costs
-        over several hosts are returned unchanged.
-        """
+        """Return the exchange costs, raised for more devices than the widest split so far had."""
+        # links between hosts aren't known
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
         within = list(costs[-1])
         for k in range(widest + 1, len(within)):
+            # at least the time that the exchange takes over the known link
             within[k] = max(within[k - 1], within[k], self._unhidden_seconds(k, self.problem.link))
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return a lower bound for the seconds that an exchange adds to a step of `ranks` ranks.
-
-        A device hides a part of the exchange behind its computation. The bound is what is left on
-        the device that hides most. The batch is assumed to be divided evenly. A free batch is
-        assumed to be as large as fits.
-        """
+        """Return a lower bound for the seconds that an exchange adds to a step of `ranks` ranks."""
         batch = self.problem.global_batch
+        # what is left of the exchange on the device that hides most of it behind its computation
         left = []
         for one in self.split_curves:
+            # the batch is divided evenly; a free batch is as large as fits
             share = one.limit if batch is None else max(1, batch // ranks)
             own_s = one.curve.seconds(share)
             if self.problem.all_together:
@@ -188,7 +181,7 @@ class MachineModel:
     def sync_seconds(self) -> float | None:
         """The exchange time in seconds for as many devices as the widest split has.
 
-        It is None if there are no splits.
+        None without splits.
         """
         layouts = [one.probe.layout for one in self.splits]
         if not layouts:
@@ -206,15 +199,12 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return the exchange time that a split shows, as a sample for `fit_exchange_costs`.
-
-        It is the step's duration minus the longest compute time (own work) of a device. If the
-        compute time of a device wasn't measured, the times of all devices are predicted.
-        """
+        """Return a split's exchange time: its step minus the longest compute time of a device."""
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
         if len(parts) < len(active):
+            # the compute time of a device wasn't measured
             parts = self.predict_parts(split)
         longest = max(parts, default=0.0)
         error = step_error(split) * split.step_seconds
@@ -223,8 +213,8 @@ class MachineModel:
     def predict_parts(self, split: Timed) -> list[float]:
         """Return the compute time (own work) that each device should have in a split, in seconds.
 
-        It is predicted from measurements in which the device ran alone. The times are in the order
-        of the active devices; devices that never ran alone are left out.
+        It is predicted from solo measurements. The times are in the order of the active devices.
+        Devices that never ran alone are left out.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -262,8 +252,8 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        The passes are the fastest ones if those are safe, and smaller ones otherwise. Return None
-        if no passes are safe.
+        The passes are the fastest ones if those are safe; otherwise, smaller ones. Return None if
+        no passes are safe.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -1,6 +1,6 @@
-"""Collect what exploration measured on each device, and group indistinguishable devices.
+"""Collects what exploration measured on each device, and groups indistinguishable devices.
 
-Indistinguishable devices share one curve, fitted to the points of all of them, and so get equal
+Indistinguishable devices share one curve, fitted to the points of all of them. So they get equal
 shares.
 """
 
@@ -35,8 +35,8 @@ FEWEST_SIZES = 2
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """What exploration measured on one device: its step times as points, and its memory use.
 
-    `rounds` is the number of its probes in the solo stage. `lost` is a message that says why the
-    device is left out of the search; it is empty if the device isn't left out.
+    `rounds` is the number of its probes in the solo stage. `lost` says why the device is left out
+    of the search; "" if it isn't.
     """
 
     alone: tuple[
@@ -70,7 +70,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
         The larger batches were measured in splits or while the other devices were idle. `devices`
         is the number of usable devices. If it is 1, all points were measured under the same
-        conditions, so return all of them.
+        conditions, so all are returned.
         """
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         others = (*self.others_idle, *self.in_splits)
@@ -80,7 +80,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 def read_device(store: Observations, position: int) -> DeviceEvidence:
     """Return the evidence about the device at `position`, from the observations of exploration.
 
-    Once a winner has been checked, splits that were measured in the race and in checks count too.
+    Once a winner has been checked, splits of the race and of checks count too.
     """
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
@@ -132,20 +132,13 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
 
 
 def _may_blame_passes(position: int, seen: Observation) -> bool:
-    """True if a probe may have failed because its workload doesn't support several passes.
-
-    This is possible if the device at `position` had several passes in the probe. A failure that is
-    the loss of a device doesn't count.
-    """
+    """True if a probe with several passes on this device failed, perhaps because of the passes."""
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by batch size, and the batch sizes that ran or did not fit.
-
-    A batch size is the number of rows in one pass.
-    """
+    """Return a device's memory use by rows per pass, and the numbers that ran or did not fit."""
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
@@ -169,14 +162,10 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if the device at `position` ran out of memory in this observation.
-
-    If the observation doesn't name a device, it was probably the device with the largest share,
-    relative to the largest batch that each device ran alone. The observation doesn't count if other
-    processes held memory during the probe and have released it since.
-    """
+    """True if the device at `position` ran out of memory in this observation."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
+    # other processes may have held memory that they have released since
     if not isinstance(seen, OutOfMemory) or not store.is_still_full(position, seen):
         return False
     if seen.devices:
@@ -186,29 +175,22 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
     def strain(i: int) -> tuple[float, int]:
         return layout.pass_rows[i] / store.largest_alone(i), -i
 
+    # probably the largest share, relative to the largest batch that each device ran alone
     return position == max(layout.active, key=strain)
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone at a larger batch than it ran before.
-
-    Some kernels only support batches up to some size, so the failure counts as running out of
-    memory: the device remains usable with smaller batches.
-    """
+    """True if the device failed alone at a larger batch than it ran before."""
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
         return False
     ran = store.largest_alone(position)
+    # some kernels only support batches up to some size: the device remains usable with smaller ones
     return ran >= 1 and layout.shares[position] > ran
 
 
 def _why_lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """Return a message that says why the device is left out; empty if it isn't.
-
-    A device is left out if it is no longer available. It is left out also if it failed permanently
-    in exploration: alone, or in a split whose failure names only this device. If a failure names a
-    pair of devices, either of them may be the cause, so it counts only if this device was lost.
-    """
+    """Return why the device is left out, as a message; "" if it isn't."""
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
@@ -217,6 +199,7 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
         active = seen.probe.layout.active
         if (position,) not in (seen.devices, active):
             continue
+        # if a failure names a pair of devices, either may be the cause, unless this device was lost
         in_a_pair = len(active) == 2
         if seen.cause == "device" or not (in_a_pair or _too_large(store, position, seen)):
             return seen.detail
@@ -224,12 +207,7 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
 
 
 def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
-    """Return the factor by which the device's steps now take longer because of throttling.
-
-    If the device isn't throttled any more, the factor is 1. Otherwise, each step time while
-    throttled is divided by the time that measurements without throttling predict, and the factor is
-    the median of these ratios.
-    """
+    """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     curve = fit_curve(steady) if held else None
@@ -237,23 +215,19 @@ def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -
         return 1.0
     by_rows = [one for one in held if one.probe.layout.by_rows]
     at_once = (point for point in read_points(by_rows, position) if point.passes == 1)
+    # the time while throttled, divided by the time predicted without throttling
     ratios = [point.seconds / curve.seconds(point.batch) for point in at_once]
     return max(1.0, median(ratios or [1.0]))
 
 
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was throttled, if it is still throttled.
-
-    If the device took part in a check, it counts as still throttled if it was throttled in the last
-    one. Otherwise, it must have been throttled in all of its splits and turns of the race.
-
-    Return an empty list if the device isn't throttled any more. A single measurement isn't enough
-    to tell, because throttling may be brief, so the list is then empty too.
-    """
+    """Return the measurements in which the device was throttled; empty if it isn't any more."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
+    # the last check decides; without one, all splits and turns of the race
     last = checks[-1:] or later
+    # throttling may be brief, so a single measurement isn't enough
     if len(later) < 2 or not all(one.held_back(position) for one in last):
         return []
     return [one for one in checks or later if one.held_back(position)]
@@ -300,20 +274,15 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative standard error of one step over the given probes.
-
-    Probes that timed a single step don't count. Return 0 if there are no other probes.
-    """
+    """Return the median relative standard error of one step over the given probes."""
+    # a probe with a single step doesn't show its noise
     certain = (one for one in seen if not one.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
 
 
 def _own_seconds(seen: Timed, position: int) -> float:
-    """Return the device's compute time (own work) in a step, or the whole step if it ran alone.
-
-    Return 0 if it is unknown.
-    """
+    """Return the device's compute time in a step, or the whole step if alone; 0 if unknown."""
     own = seen.device_seconds[position]
     if own:
         return own
@@ -324,9 +293,9 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the devices' evidence, with drift added to the relative errors of all points.
 
     Drift is a change of a device's speed from probe to probe, for example because of heat. The
-    noise within a probe doesn't show it. It is estimated as the median of the differences from
-    `_list_drifts` and an additional 0. Without this 0, a single pair of points, which one
-    disturbance may have changed, would be taken for drift.
+    noise within a probe doesn't show it. Drift is the median of the differences from `_list_drifts`
+    and an additional 0. Without this 0, a single pair of points, which one disturbance may have
+    changed, would be taken for drift.
     """
     drift = median_low([0.0, *_list_drifts(devices)])
 
@@ -345,17 +314,14 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the difference in time for each pair of points of one device with similar batches.
-
-    The batches of a pair are nearly the same. The difference is the absolute logarithm of the ratio
-    of the two times, minus what the small difference of the batches may explain. It is 0 if the
-    points' errors explain the rest.
-    """
+    """Yield how much each two of a device's times at similar batches differ, as a logarithm."""
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
             if rows <= LEVEL:
                 gap, error = _log_ratio(a, b)
+                # minus what the small difference of the batches may explain; 0 if the errors
+                # explain the rest
                 moved = abs(gap) - rows / 2
                 yield moved if moved > CLEAR * error else 0.0
 
@@ -371,7 +337,7 @@ def relative_error(seen: Timed) -> float:
 def step_error(seen: Timed) -> float:
     """Return the relative standard error of a step time, for fitting curves.
 
-    If a probe timed a single step, its error isn't known, and the typical error of such steps is
+    A probe that timed a single step has an unknown error. The typical error of such steps is
     returned.
     """
     return LONE_ERROR if seen.lone else relative_error(seen)
@@ -384,8 +350,8 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
     """Return the positions of the devices, in groups of devices of equal speed.
 
     Each device is as fast as the first device of its group, except for noise. A lost device is
-    alone in its group. Devices with different `limits` (`Problem.limits`) may use different
-    fractions of the hardware in the training, so they are never in one group. If `limits` is empty,
+    alone in its group. Devices with different `limits` (`Problem.limits`) are never in one group,
+    because in the training they may use different fractions of the hardware. If `limits` is empty,
     all are equal.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
@@ -401,9 +367,8 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
     """Return the positions of `order` in groups of equivalent positions.
 
-    Positions are added in their order. Each joins the latest group whose first member is equivalent
-    to it, according to `same`. If there is no such group, it forms a new one. The positions of a
-    group are sorted.
+    Each position joins the latest group whose first member is equivalent to it, according to
+    `same`. If there is no such group, it forms a new one. The positions of a group are sorted.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -420,8 +385,8 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
     The devices must have at least two batches in common, and their times must agree at each of
-    them. The result is False if one device clearly took longer for a smaller batch than the other
-    for a larger batch. It is also False if a device is lost.
+    them. False if one device clearly took longer for a smaller batch than the other for a larger
+    one. Also False if a device is lost.
     """
     if one.lost or other.lost:
         return False
@@ -431,11 +396,11 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if two devices, each measured alone, can't be described by one likely curve.
+    """True if one likely curve can't describe two devices, each measured alone.
 
-    That is so if one of these differences between a measurement of each exceeds the noise: the
-    smaller batch took longer than the larger one, or the batches are nearly equal but the ratio of
-    the times is larger than the ratio of the batches.
+    That is so if a measurement of each shows one of two things, beyond noise. Either the smaller
+    batch took longer than the larger one. Or the batches are nearly equal, but the ratio of the
+    times is larger than the ratio of the batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
@@ -448,11 +413,9 @@ def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times, and its standard error.
-
-    If the batches differ slightly, the ratio is corrected for that. Times are assumed to grow with
-    the square root of the batch, which is between a level curve and proportional growth.
-    """
+    """Return the logarithm of the ratio of two times, and its standard error."""
+    # corrected for a small difference of the batches: times grow with the square root, between a
+    # level curve and proportional growth
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)
 

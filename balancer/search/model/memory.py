@@ -1,11 +1,12 @@
-"""Estimate how many samples fit on a device from its memory use and from what ran or failed.
+"""Estimates how many samples fit on a device from its memory use and from what ran or failed.
 
-Memory use is extrapolated with the line through the two largest distinct batches ("memory line"):
-the next guess is the batch at which the line reaches the device's memory. A guess that runs out of
-memory refutes the line. From then on, the next attempt is in the gap between the largest batch that
-ran and the smallest that failed, a quarter of the gap above the former, because a failure costs
-more than a batch that runs. If memory use in bytes is unknown, the batch grows by a factor until it
-fails.
+Memory use is extrapolated with the line through the two largest distinct batches ("memory line").
+The next guess is the batch at which the line reaches the device's memory.
+
+A guess that runs out of memory refutes the line. From then on, the next attempt is in the gap
+between the largest batch that ran and the smallest that failed, a quarter of the gap above the
+former. A failure costs more than a batch that runs. If memory use in bytes is unknown, the batch
+grows by a factor until it fails.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ UNBOUNDED = 1 << 30  # samples
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's memory use. A batch is the number of rows in one pass.
 
-    `limit_bytes` is the memory that a training can use; None if unknown. `points` are (batch,
-    bytes) in rising order of batch. `largest_ran` is the largest batch that ran, 0 if none did, and
-    `smallest_failed` the smallest that ran out of memory, None if none did.
+    `limit_bytes`: the memory that a training can use; None if unknown.
+    `points`: pairs (batch, bytes) in rising order of batch.
+    `largest_ran`: the largest batch that ran; 0 if none did.
+    `smallest_failed`: the smallest batch that ran out of memory; None if none did.
     """
 
     limit_bytes: int | None
@@ -65,7 +67,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def line(self) -> tuple[float, float] | None:
         """The line (bytes at 0 samples, bytes per sample) through the two largest distinct batches.
 
-        The slope is never negative. The line is None if there are fewer than two points.
+        The slope is never negative. None with fewer than two points.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -76,9 +78,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def predict_largest(self) -> int | None:
         """Return the largest batch that fits according to the memory line.
 
-        The memory per sample may have increased from one pair of points to the next. Then it is
-        assumed to increase by as much again, and only 80 % of the free memory is used. Return None
-        if the line or the limit is unknown, or if memory use doesn't grow with the batch.
+        If the memory per sample has increased from one pair of points to the next, it is assumed to
+        increase by as much again. Only 80 % of the free memory is then used. Return None if the
+        line or the limit is unknown, or if memory use doesn't grow with the batch.
         """
         line = self.line
         if line is None or self.limit_bytes is None:
@@ -97,10 +99,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _slope_increase(self) -> float:
-        """Return the increase from the second-last slope to the last, in bytes per sample.
-
-        Return 0 if the slope doesn't increase.
-        """
+        """Return how much the last slope exceeds the one before, in bytes per sample, or 0."""
         if len(self.distinct_points) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
@@ -121,11 +120,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        It is the prediction of the memory line, if the line is known and no smaller batch has
-        failed. Otherwise, if no batch has failed yet, it is `BLIND_GROWTH` times the largest that
-        ran. After a failure, it is a batch between the largest that ran and the smallest that
-        failed. With `optimistic`, it is instead the batch just below the smallest that failed,
-        until a second attempt fails. Return 0 if no batch can fit.
+        The memory line predicts it, if the line is known and no smaller batch has failed.
+        Otherwise, as long as no batch has failed, it is `BLIND_GROWTH` times the largest that ran.
+        After a failure, it is a batch between the largest that ran and the smallest that failed.
+        With `optimistic`, it is instead the batch just below the smallest that failed, until a
+        second attempt fails. Return 0 if no batch can fit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -148,8 +147,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
         It is usually the batch of `largest_to_try`, which may not fit. In two cases, it is the
-        largest batch that ran: if memory use in bytes is unknown and `bold` is False, or if two
-        failures for lack of memory have refuted the memory line.
+        largest batch that ran: if memory use in bytes is unknown and `bold` is False, and if two
+        failures have refuted the memory line.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -158,10 +157,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if the device ran out of memory twice, although the line doesn't predict that.
-
-        The line is also refuted if it predicts no limit at all.
-        """
+        """True if the device ran out of memory twice where the line predicted enough."""
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()

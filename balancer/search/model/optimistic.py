@@ -1,4 +1,4 @@
-"""Estimate the highest speed that a device may have between and beyond its measured batches.
+"""Estimates the highest speed that a device may have between and beyond its measured batches.
 
 Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
 jump, or another kernel. In the first half of each gap between points, time may therefore continue
@@ -59,12 +59,7 @@ def _least_rise(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Return the slope, in seconds per sample, that is assumed beyond the last point.
-
-    It is the slope of `curve`, unless the slope between the last three points becomes smaller. In
-    that case, it is assumed to fall further, as a power of the batch. The result is then the slope
-    at about the middle of the next gap, which ends at `BLIND_GROWTH` times the last batch.
-    """
+    """Return the slope, in seconds per sample, that is assumed beyond the last point."""
     first, middle, end = points[-3:]
     before = _slope(first, middle)
     last = _slope(middle, end)
@@ -73,6 +68,7 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
     # the middles of the two gaps, doubled
     one = first.batch + middle.batch
     two = middle.batch + end.batch
+    # the slope falls further, as a power of the batch; taken at about the middle of the next gap
     growth = math.log(BLIND_GROWTH * end.batch / two) / math.log(two / one)
     return min(curve.slope, last * math.pow(last / before, growth))
 
@@ -80,18 +76,16 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
     """True if the points don't determine where the curve bends from level to rising.
 
-    That is the case if only one point lies beyond the level part, or if there are only three
-    points.
+    That is so if only one point lies beyond the level part, or if there are only three points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the optimistic (batch, seconds) in the middle of the gap before the point `right`.
+    """Return the optimistic (batch, seconds) in the middle of the gap before point number `right`.
 
-    `right` is an index. Up to the middle, time continues with the slope before the gap. Return None
-    if that wouldn't be clearly faster than the line between the two points.
+    Return None if that isn't clearly faster than the line between the two points.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -108,15 +102,14 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which time may continue in the gap before the point `right`.
+    """Return the slope with which time may continue in the gap before point number `right`.
 
-    `right` is an index. The result is the slope of the previous gap. The first gap has no previous
-    one, so the result is `own`, the gap's own slope. But if the second gap is clearly steeper, time
-    may have been level in most of the first gap, and the result is 0.
+    For the first gap, it is its `own` slope, or 0 if the second gap is clearly steeper.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
     after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0
+    # time may have been level in most of the first gap
     return own if after < (1 + LEVEL) * own else 0.0
 
 
