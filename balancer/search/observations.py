@@ -74,26 +74,24 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Record how many bytes of each device other processes hold.
-
-        During exploration, the highest number counts, because those processes may use as much
-        again. Once a device has been in the race, only its last turn counts, because memory that
-        was held during exploration may be free again. An observation after a check is as recent as
-        that check, whatever its own turn is.
-        """
+        """Record how many bytes of each device other processes hold."""
         probe = seen.probe
         raced = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
+        # a race's last turn counts, as memory may be free again; an observation after a check is as
+        # recent as that check
         turn = max(raced, probe.after)
         both = zip(probe.layout.shares, seen.short_bytes, strict=False)
         for position, (share, held_bytes) in enumerate(both):
             if share or held_bytes:
+                # in exploration, the highest number counts, as those processes may use as much
+                # again
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
         """True if other processes may still hold as much memory as when `seen` ran out of memory.
 
-        Other processes are those outside this session, and only the device at `position` counts.
-        The result is also True if their memory is unknown.
+        Only the device at `position` counts. Also True if the memory of processes outside this
+        session is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
@@ -157,24 +155,22 @@ class Observations:
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
-        """The stages before the race in which no other probe ran at the same time.
-
-        They include the solo stage if there is only one device.
-        """
+        """The stages before the race in which no other probe ran at the same time."""
         stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
+        # a single device runs alone in the solo stage too
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and its turns since the first check, if the machine changed.
+        """Return a layout's checks and its turns since the first one, if it has become slower.
 
-        The machine has changed if the layout has become slower: the interval of every check is
-        below the intervals of all turns before the first check. Otherwise return an empty dict.
+        Otherwise, return an empty dict.
         """
         checks = self._valid_checks(timed)
         if not checks:
             return {}
         first_check = min(checks)
         before = {turn: one for turn, one in turns.items() if turn < first_check}
+        # slower: every check's interval is below those of all earlier turns
         slowest_before = min(
             (one.throughput.low for one in _undisturbed_turns(before).values()), default=math.inf
         )
@@ -188,11 +184,11 @@ class Observations:
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
         """Return a layout's checks by turn, without those that were slowed only temporarily.
 
-        A check was slowed temporarily if a device was throttled during the check, but no longer in
-        the device's last measurement. `timed` are all timed observations of the layout.
+        `timed` are all timed observations of the layout.
         """
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
+        # a device that was throttled in a check, but not in its last measurement
         recovered = [i for i in active if self.recovered(i)]
         valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
         return {one.probe.turn: one for one in valid}
@@ -228,9 +224,11 @@ class Observations:
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
         """Return the observations whose layouts may run again.
 
-        A layout may not run again in three cases: another layout on the same devices, with no more
-        rows on any of them, ran out of memory; other processes now hold memory that the layout
-        needs; or a device has gone.
+        A layout may not run again in three cases:
+
+        - Another layout with no more rows on any of the same devices ran out of memory.
+        - Other processes now hold memory that the layout needs.
+        - A device has gone.
         """
         full = []
         for seen in self._seen.values():
@@ -258,7 +256,7 @@ class Observations:
     def leaves_room(self, position: int, seen: Timed) -> bool:
         """True if other processes leave as much memory as the layout of `seen` used.
 
-        The result is also True if one of these sizes is unknown.
+        Also True if one of these sizes is unknown.
         """
         _, others_bytes = self._held[position]
         if not others_bytes:
@@ -278,15 +276,12 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_worth_retry(self, seen: Observation) -> bool:
-        """True if the observation is a failure, and the probe is worth another attempt.
-
-        A probe has a limited number of attempts. It isn't tried again if the layout is unsupported,
-        or if the workload raised an exception on a device that ran alone.
-        """
+        """True if the observation is a failure, and the probe is worth another attempt."""
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
         if seen.cause == "unsupported":
             return False
+        # an exception on a device alone would only be raised again
         return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
     def failures_to_retry(self) -> list[Probe]:
@@ -297,7 +292,7 @@ class Observations:
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Return the total duration of the probes of some stages, by default of all, in seconds.
 
-        Failed attempts count too. If probes run at the same time, only the longest of them counts.
+        Failed attempts count too. Of probes that run at the same time, only the longest counts.
         Turns of the race after `until_turn` are left out.
         """
         wanted = stages or STAGES
@@ -323,7 +318,7 @@ class Observations:
     def largest_alone(self, position: int) -> float:
         """Return the maximum rows per pass with which the device ran alone in exploration.
 
-        If it never ran alone, return 0.5: callers divide by the result, and it is below any batch.
+        Return 0.5 if it never ran alone: callers divide by the result, and it is below any batch.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
@@ -345,7 +340,7 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the measurements of the device in the race's splits and in checks of splits.
+        """Return the device's measurements in the race's splits and in checks of splits.
 
         Return an empty list before the first check, so that the race doesn't change the candidates
         that it compares.
@@ -356,10 +351,7 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True if a layout is a split by number of rows, sets no knobs, and isn't sharded.
-
-    Every device then holds the whole model.
-    """
+    """True if a layout is a split by number of rows, sets no knobs, and isn't sharded."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
@@ -369,8 +361,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
     """Return the sort key of an observation; a probe keeps the observation with the highest key.
 
     OutOfMemory comes before Timed, and Timed before Failed. Of two timed observations, the one with
-    more steps has the higher key. If they have equally many steps, it is the one with the shorter
-    steps.
+    more steps has the higher key. If they have equally many, it is the one with the shorter steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
@@ -403,10 +394,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _undisturbed_turns(turns: Turns) -> Turns:
-    """Return the turns in which no device was throttled; if there are none, return all turns.
-
-    If some of these turns timed several steps, turns that timed a single step are left out too,
-    because their error is unknown.
-    """
+    """Return the turns in which no device was throttled; if there are none, return all turns."""
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
+    # the error of a single step is unknown
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

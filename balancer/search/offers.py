@@ -65,14 +65,10 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The families' candidates, before any is replaced by a smaller one.
-
-        A layout is left out if a measurement couldn't tell it from a split that comes before it. If
-        the objective may trade speed for energy, energy-efficient layouts are added as extra
-        candidates.
-        """
+        """The families' candidates, before any is replaced by a smaller one."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
+        # extra candidates for an objective that may trade speed for energy
         if trades_speed and isinstance(self._policy, RowPolicy):
             efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
@@ -80,23 +76,16 @@ class Offers:
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates.
-
-        After the first one, solo layouts and splits with unequal shares are extra candidates. A
-        family may offer a layout of another kind, for example a single device if that is better
-        than any split. Such a candidate belongs to the family of its own kind.
-        """
+        """Yield a family's candidates; solo layouts and uneven splits after the first are extra."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
+            # a layout of another kind, such as a single device that beats any split, belongs to
+            # that kind's family
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, or a smaller one if it ran out of memory in the race.
-
-        A free batch is reduced. A fixed batch is divided into smaller passes, if the workload
-        supports that. A candidate that can't become smaller is returned unchanged.
-        """
+        """Return the candidate, or a smaller one if it ran out of memory in the race."""
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
             return candidate
@@ -106,8 +95,10 @@ class Offers:
             if not isinstance(failure, OutOfMemory):
                 break
             if fixed:
+                # smaller passes
                 smaller = divide(layout, failure.devices)
             else:
+                # a smaller batch
                 smaller = shrink(layout, self._problem.multiple_of)
             if smaller is None:
                 break
@@ -116,10 +107,7 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, except any that a measurement can't tell from an earlier split.
-
-    Layouts whose rows are assigned by cost are all returned.
-    """
+    """Return the candidates, except any that a measurement can't tell from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for one in found:

@@ -1,4 +1,4 @@
-"""Choose the packs to measure: how many trainings run side by side on a device, at which batch.
+"""Chooses the packs to measure: how many trainings run side by side on a device, at which batch.
 
 The number N of trainings grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains.
 Growth ends once two larger numbers have failed to beat the best one, or one has failed to run. Then
@@ -98,10 +98,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """The combined samples/s by number of trainings.
-
-        The value is 0 if all packs with that number failed, and no smaller batch is worth trying.
-        """
+        """The combined samples/s by number of trainings; 0 if no pack of a number can run."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -112,32 +109,25 @@ class Packing:
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
         """True if packs of `size` trainings always ran out of memory and a smaller batch may fit.
 
-        `tries` are the observations of these packs. After `RETREATS` observations, or for a fixed
-        batch, no smaller batch is tried.
+        `tries` are the observations of these packs.
         """
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Return a pack's combined samples/s, computed from all its turns.
-
-        Turns after the pack was chosen count too, because its first measurement may have been too
-        high.
-        """
+        """Return a pack's combined samples/s, computed from all its turns."""
+        # its first measurement alone may have been too high
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size for each training when `size` of them run side by side.
-
-        If the user fixed the global batch, it is that batch. Otherwise it is at most the batch of
-        the solo layout. Return 0 if not even the smallest batch fits.
-        """
+        """Return the batch size for each of `size` trainings side by side; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch
         quantum = self._problem.multiple_of
         tries = self._by_size.get(size, [])
+        # a free batch is at most that of the solo layout
         smaller = (int(seen.probe.layout.global_batch * RETREAT) for seen in tries)
         return max(0, min(batch, self._largest_batch_for(size), *smaller)) // quantum * quantum
 
@@ -151,10 +141,7 @@ class Packing:
         return 1
 
     def _largest_batch_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times, according to the device's memory use.
-
-        Return `UNBOUNDED` if memory use or the memory limit is unknown.
-        """
+        """Return the largest batch that fits `size` times; `UNBOUNDED` if memory use is unknown."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
@@ -164,10 +151,7 @@ class Packing:
 
     @cached_property
     def _memory_per_training(self) -> Memory:
-        """The memory use of one training of a pack.
-
-        For each batch, the bytes are the most that one training used alone or in a pack.
-        """
+        """The memory use of one training of a pack."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -177,6 +161,7 @@ class Packing:
             if used:
                 layout = seen.probe.layout
                 each = used // layout.processes
+                # the most that one training used for this batch, alone or in a pack
                 held[layout.global_batch] = max(each, held.get(layout.global_batch, 0))
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 

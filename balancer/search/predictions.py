@@ -1,4 +1,4 @@
-"""Predict from the observations which layouts should train fastest.
+"""Predicts from the observations which layouts should train fastest.
 
 In a cluster, some hosts may be left out of a step, because gradient exchange across hosts takes
 longer than within one host.
@@ -44,10 +44,7 @@ class Predictions:
         return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the allocation of the fixed batch, or else of the best batch, to one device.
-
-        Return None if no such batch fits.
-        """
+        """Return the allocation of the fixed or best batch to one device; None if none fits."""
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -61,9 +58,9 @@ class Predictions:
     def fastest_split(self) -> Allocation | None:
         """The split with the highest predicted samples/s that should fit; None if there is none.
 
-        Unless a fixed batch needs larger shares, each device's share is limited to batches for
-        which its curve can be trusted. Shares are computed in several passes only if memory limits
-        a device's share, and if passes gain enough to be worth a measurement.
+        Unless a fixed batch needs larger shares, each share is limited to batches for which the
+        device's curve can be trusted. Shares are computed in several passes only if memory limits a
+        share, and if passes gain enough to be worth a measurement.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
@@ -80,9 +77,9 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device has time for more rows than fit in one pass, and may use several passes.
+        """True if a device that may use several passes has time for more rows than fit in one.
 
-        A device has as much time as a step of `found` takes, or unlimited time if `found` is None.
+        It has as much time as a step of `found` takes, or unlimited time if `found` is None.
         """
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
@@ -132,8 +129,7 @@ class Predictions:
     ) -> Allocation | None:
         """Return the fastest split over some or all of these devices; None if none fits.
 
-        `of` is the global batch, by default the fixed batch of the request. Without either of them,
-        the split has the global batch with the highest samples/s.
+        `of` is the global batch, by default the request's. Without either, the best batch is taken.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
@@ -167,10 +163,7 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of one device alone.
-
-        It is measured with the others idle, or else predicted.
-        """
+        """The highest samples/s of one device alone, measured with the others idle or predicted."""
         found = [
             self.machine.others_idle.get(i) or self.single(i)
             for i in {*self.machine.others_idle, *self.machine.live}
@@ -212,12 +205,10 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the split with the smallest batch that reaches `rate` samples/s.
-
-        It uses only hosts of the fastest split. Return None if no split reaches the rate.
-        """
+        """Return the split with the smallest batch that reaches `rate` samples/s, or None."""
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
+        # only hosts of the fastest split
         near = [
             device
             for device in self._trusted_devices
@@ -230,10 +221,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return the smallest batch with which each device alone reaches `rate` samples/s.
-
-        The entry is None for a device that doesn't reach the rate.
-        """
+        """Return each device's smallest batch that reaches `rate` alone; None if none does."""
         found = []
         for one in self.machine.split_curves:
             alone = self.machine.devices[one.position].solo_curve
@@ -254,9 +242,10 @@ def split_over_hosts(
 
     `hosts` has the index of each device's host, by position. `costs` has the exchange costs by
     number of hosts. `solve` is called for each single host, then for all hosts. After that, the
-    host with the fewest rows is left out, again and again, and `solve` is called for the others. On
-    400 random clusters of 2 to 6 hosts, this found the best of all sets of hosts in 396 cases and
-    was at most 6 % slower in the others.
+    host with the fewest rows is left out, again and again, and `solve` is called for the others.
+
+    On 400 random clusters of 2 to 6 hosts, this found the best of all sets of hosts in 396 cases
+    and was at most 6 % slower in the others.
     """
 
     def over(chosen: Sequence[int]) -> Allocation | None:

@@ -1,11 +1,11 @@
 """The last stage: candidates run in turns A B C A B C until no measurement should change the plan.
 
-In the first turn (0) every candidate is measured once, starting with the highest expected samples/s
-per second of the probe. A split, or a device measured with the others idle, has its turn 0 from
-exploration. Then larger packs are measured while they gain, later turns decide which layout is
-fastest, and the winner is measured with each requested knob (a tuned option such as XLA or mixed
-precision). Finally, the samples/s of the winner are checked by another measurement, because the
-highest of several noisy values is biased upwards.
+In the first turn (0), every candidate is measured once, starting with the highest expected
+samples/s per second of the probe. A split, or a device measured with the others idle, has its turn
+0 from exploration. Then larger packs are measured while they gain. Later turns decide which layout
+is fastest. The winner is measured with each requested knob (a tuned option such as XLA or mixed
+precision). Finally, another measurement checks the winner's samples/s, because the highest of
+several noisy values is biased upwards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Race:
         """Return the next probe, as a tuple of one; empty when the race is over.
 
         First, each candidate is measured once, and packs grow. Then candidates that may still win
-        get more turns, and finally the winner is measured with each knob.
+        get more turns. Finally, the winner is measured with each knob.
         """
         # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
@@ -77,10 +77,10 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the chosen layout again; empty if none is needed.
 
-        A check is repeated once if a device was throttled in it. A check is also repeated while the
-        interval of the winner's samples/s is wide, if further turns may narrow that interval. No
-        check is needed if no other layout was measured. Return an empty tuple also if the budget
-        doesn't allow the probe.
+        A check is repeated once if a device was throttled in it. It is also repeated while the
+        interval of the winner's samples/s is wide, if further turns may narrow it. No check is
+        needed if no other layout was measured. Return an empty tuple also if the budget doesn't
+        allow the probe.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
@@ -138,10 +138,7 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate in `wanted`.
-
-        Return an empty tuple if there is none, or if the budget doesn't allow its probe.
-        """
+        """Return the first probe of the best candidate in `wanted`, if the budget allows it."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._priority).layout
@@ -159,33 +156,26 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """Return the sort key of a candidate for its first turn; the lowest key is measured first.
-
-        The key is the probe's duration in seconds divided by the expected samples/s, because fast
-        layouts with short probes should be measured before the budget runs out. A pack or placement
-        is expected to be as fast as the fastest of the other candidates. If the race starts child
-        processes of its own, extra candidates come last.
-        """
+        """Return a candidate's sort key for its first turn; the lowest key is measured first."""
         comparable = [one]
         if not one.synchronous:
+            # a pack or placement is expected to be as fast as the fastest other candidate
             comparable = [other for other in self.offers.candidates if other.synchronous]
         rates = [self._machine.predicted_rate(each.layout) for each in comparable]
         seconds = self._budget.least_seconds(one.layout)
+        # fast layouts with short probes come before the budget runs out
         return one.extra and self.options.needs_more_children, seconds / max([LEAST_RATE, *rates])
 
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of a larger pack, in the mode whose next pack has the fewest trainings.
-
-        Return an empty tuple if no pack is worth measuring, or if afterwards the budget wouldn't
-        suffice for one turn of every candidate.
-        """
+        """Return a probe of a larger pack, in the mode whose next pack has the fewest trainings."""
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds
             probes = self._budget.probes(layout, Stage.PACK, FIRST_TURN, ENOUGH_TURNS, reserved)
+            # afterwards, one turn of every candidate must still be possible
             if probes:
                 return probes
         return ()
@@ -195,11 +185,10 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn; if the turn is complete, begin a new one.
+        """Return the next probe of the current turn or, if it is complete, of a new one.
 
-        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe. If
-        `settled`, the winner is known: all rivals take part, and no time is reserved for later
-        turns.
+        If `settled`, the winner is known: all rivals take part, and no time is reserved. Return an
+        empty tuple if no rival needs a turn or the budget doesn't allow the probe.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         # further turns replace those in which a device was throttled
@@ -216,22 +205,15 @@ class Race:
         return ()
 
     def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
-        """Return how much time must remain after a probe of a turn, in seconds.
-
-        It is enough for another such probe. In the race stage, it is also enough for a turn of the
-        winner with each knob.
-        """
+        """Return how much time must remain after a probe of a turn, in seconds."""
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
+        # another such probe and, in the race, a turn with each knob
         return self._budget.least_seconds(layout) + knobs
 
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn.
-
-        In the first turn of the knobs stage, all rivals take part. In later turns, a rival only
-        takes part if it may still turn out to be the best. From turn `MOST_TURNS` on, none does.
-        """
+        """Return the rivals that take part in a turn, as they may still turn out to be best."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
@@ -243,11 +225,9 @@ class Race:
     def _undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether there is a tie.
+        """Return the rivals that deserve another turn, and whether the rest is a tie.
 
-        A tie is a pair of layouts that the rest of the budget can't tell apart. Only turns with a
-        lower number than `before` count. If a device was throttled in the only turn of some rivals,
-        only these rivals are returned. Nothing can be decided before they have another turn.
+        Only turns with a lower number than `before` count.
         """
         turns = {}
         for one in rivals:
@@ -255,6 +235,7 @@ class Race:
             turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before}
         ran = [one for one in rivals if turns[one.layout]]
         held = [one for one in ran if _was_held_back_in_only_turn(turns[one.layout])]
+        # nothing can be decided before these rivals have another turn
         if held:
             return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
@@ -265,10 +246,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner without knobs and with each requested knob, except layouts that failed.
-
-        The list is empty if no knobs were requested or no layout has been measured yet.
-        """
+        """The winner without knobs and with each requested knob, except layouts that failed."""
         if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate

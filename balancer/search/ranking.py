@@ -1,6 +1,6 @@
-"""Rank layouts that were measured in turns A B C A B C, with the differences between them.
+"""Ranks layouts that were measured in turns A B C A B C, with the differences between them.
 
-Layouts are compared within each turn: drift between turns, such as from heat or other processes,
+Layouts are compared within each turn. Drift between turns, such as from heat or other processes,
 affects all layouts of a turn, so the difference between two layouts is more certain than the
 samples/s of either. Two layouts deserve another turn while a change to the slower layout may still
 gain more than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally distributed around
@@ -47,8 +47,8 @@ TurnsByLayout = Mapping[Layout, Turns]
 class Difference(msgspec.Struct, frozen=True):
     """A mean over turns, with the standard deviation of a single turn.
 
-    It is the mean of a layout's samples/s, or of the relative difference of the samples/s of two
-    layouts. `turns` is the number of turns.
+    It is the mean of a layout's samples/s, or of the relative difference of two layouts' samples/s.
+    `turns` is the number of turns.
     """
 
     value: float
@@ -65,8 +65,8 @@ class Difference(msgspec.Struct, frozen=True):
 
         Let d be how much faster the first layout really is, relative to the second. The expected
         gain over always choosing the second layout is E[max(0, d)], which is never negative. With
-        `more_turns`, it is the gain that could still be expected after that many further turns with
-        the same mean.
+        `more_turns`, it is the gain that could still be expected after this number of further turns
+        with the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -76,9 +76,10 @@ class Difference(msgspec.Struct, frozen=True):
 class RankedLayout(msgspec.Struct, frozen=True):
     """A layout that ran in the race, compared with the winner.
 
-    `against` is the layout's samples/s divided by the winner's, minus 1; None for the winner
-    itself. `tie` is True if this difference is below 1 %, or if it may be 0 while the intervals of
-    the two layouts' samples/s overlap. `turns` is the number of the layout's turns.
+    `against`: the layout's samples/s divided by the winner's, minus 1; None for the winner itself.
+    `tie`: True if this difference is below 1 %, or if it may be 0 while the intervals of the two
+        layouts' samples/s overlap.
+    `turns`: the number of the layout's turns.
     """
 
     candidate: Candidate
@@ -115,7 +116,7 @@ def rank(
 ) -> tuple[RankedLayout, ...]:
     """Return every candidate that ran: the winner, then the others by falling samples/s.
 
-    `turns` has the measurements of each layout, and the problem decides which candidate wins.
+    `turns` has the measurements of each layout. The problem decides which candidate wins.
     """
     ran = [one for one in candidates if turns.get(one.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
@@ -168,10 +169,8 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """Return the synchronous layouts that are slower than the leader by at most the tolerance.
-
-    Other layouts have global batches that can't be compared with the leader's.
-    """
+    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
+    # other layouts have global batches that can't be compared with the leader's
     synchronous = [one for one in ran if one.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
@@ -179,8 +178,8 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    The measured difference may exceed the tolerance by half the width of its interval, but at most
-    by `EDGE_SLACK`, because the true difference may be smaller.
+    The true difference may be smaller than the measured one. So the measured difference may exceed
+    the tolerance by half the width of its interval, but at most by `EDGE_SLACK`.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -219,8 +218,8 @@ def undecided(
 def compare_turns(one: Turns, other: Turns) -> Difference:
     """Return the relative difference between the samples/s of `one` and of `other`.
 
-    It is positive if `one` is faster. It is computed from the turns that both took part in. If
-    there are none, it is computed from all pairs of a turn of `one` and a turn of `other`.
+    It is positive if `one` is faster. It is computed from the turns that both took part in. Without
+    any, it is computed from all pairs of a turn of `one` and a turn of `other`.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -241,7 +240,7 @@ def throughput(turns: Turns) -> Interval:
     """Return the interval of a layout's samples/s over all its turns.
 
     The samples/s are computed from the mean step time of the turns. For a single turn, return the
-    interval that was measured in that turn.
+    interval that was measured in it.
     """
     measured = [seen.throughput for _, seen in sorted(turns.items())]
     if len(measured) == 1:
@@ -254,13 +253,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
-    """Return the standard deviation of a single turn.
-
-    `values` has one value per turn. A few turns may agree by chance, so their variance is pooled
-    with an `assumed` variance, which counts as `DRIFT_WEIGHT` turns.
-    """
+    """Return the standard deviation of a single turn, given one value per turn."""
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)
+    # a few turns may agree by chance, so the `assumed` variance counts as `DRIFT_WEIGHT` turns
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 

@@ -1,4 +1,4 @@
-"""Choose the layouts that are worth racing if every row costs the same."""
+"""Chooses the layouts that are worth racing if every row costs the same."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is sensible. A single device isn't sensible if every layout must use all
-        devices. It isn't either if it computes a free batch in several passes, because a smaller
-        batch in fewer passes would give the same samples/s.
+        Every split is sensible. A single device isn't if every layout must use all devices. It
+        isn't either if it computes a free batch in several passes, because a smaller batch in fewer
+        passes would give the same samples/s.
         """
         if layout.traits.together:
             return True
@@ -59,10 +59,11 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long the slowest device of a layout would take for its share if it ran alone.
+        """Return how long the slowest device of a layout would take for its share alone, in
+        seconds.
 
-        The result is in seconds. A step of the layout takes longer than that because its devices
-        work together. Return None if none of the devices ran alone.
+        A step of the layout takes longer, because its devices work together. Return None if none of
+        the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -104,9 +105,8 @@ class RowPolicy:
     def singles(self) -> list[Layout]:
         """Return the best solo layout, perhaps with a variant in one pass; empty if there is none.
 
-        If the batch is free, the layout has the device's best batch. A fixed batch may be computed
-        in several passes. If the layout has several passes although its batch certainly fits in
-        one, the same batch in one pass follows as a second layout.
+        A free batch is the device's best batch. A fixed batch may be computed in several passes. If
+        it certainly fits in one pass too, the same batch in one pass follows as a second layout.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -119,14 +119,10 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """Return the solo layouts, the fastest first.
-
-        - Fixed batch size: one layout for each device in which the batch certainly fits, in one
-          pass or in several.
-        - Free batch size: all solo layouts that exploration measured and that still fit.
-        """
+        """Return the solo layouts that fit, the fastest first."""
         batch = self.problem.global_batch
         if batch is None:
+            # a free batch: all solo layouts that exploration measured
             ran = [
                 one
                 for one in self.seen.timed(Stage.SOLO, Stage.REST)
@@ -134,6 +130,7 @@ class RowPolicy:
             ]
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
+        # a fixed batch: one layout for each device, in one pass or in several
         devices = self.problem.devices
         layouts = [
             self.machine.lay_out_safely(solo(devices, i, batch).shares) for i in self.machine.live
@@ -166,12 +163,10 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the highest predicted samples/s per cost, the best first.
+        """Return the splits with the highest predicted samples/s per cost, such as watts, best
+        first.
 
-        A cost is, for example, the power in watts. Each device has two costs: one while it
-        computes, and one while it is idle. A split must leave out at least one device, and may be
-        at most `max_slowdown` slower than the fastest layout. Return an empty list before any cost
-        is known.
+        Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -188,6 +183,7 @@ class RowPolicy:
             for one in (self.predictions.fastest_split, self.predictions.fastest_single)
             if one
         ]
+        # at most `max_slowdown` slower than the fastest layout
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
         splits = [
             one for one in map(self.predictions.split_over, self._list_device_sets(costs)) if one
@@ -196,10 +192,9 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of devices, as positions, for the caller to choose the most efficient ones.
+        """Yield sets of two devices or more, but not all, to choose the most efficient from.
 
-        A set has at least two devices, but not all. `costs` are the (active, idle) costs of each
-        device.
+        `costs` are the (active, idle) costs of each device.
         """
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -221,8 +216,8 @@ class RowPolicy:
         """Return the splits worth racing, possibly with duplicates.
 
         They are the preferred measured split, predicted splits that should be better than it, and
-        the fastest measured split. If none of the measured splits still fits, return the predicted
-        fastest split, or an empty list if that may not fit.
+        the fastest measured split. If no measured split still fits, return the predicted fastest
+        split, or an empty list if that may not fit.
         """
         found = self._split_rates()
         if not found:
@@ -237,25 +232,21 @@ class RowPolicy:
         ]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Return the samples/s of every split that exploration measured and that still fits.
-
-        If the global batch is fixed, only splits of that batch count. A layout that was measured
-        several times has its highest value.
-        """
+        """Return the samples/s of every explored split of the requested batch that still fits."""
         batch = self.problem.global_batch
         found = [
             one
             for one in self.machine.fitting_splits
             if batch in (None, one.probe.layout.global_batch)
         ]
+        # the highest value of a layout comes last, and is kept
         found.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
         """Return the split with the smallest global batch within the tolerance of the fastest.
 
-        `found` are the samples/s of the splits, and must not be empty. For a fixed batch, return
-        the fastest split.
+        `found` are the samples/s of the splits, and must not be empty.
         """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -263,31 +254,19 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising_splits(self, chosen: Layout) -> list[Layout]:
-        """Return predicted splits that should be preferred to `chosen`.
-
-        Such a split should either have a smaller batch and still be within the tolerance of the
-        fastest layout, or be clearly faster than `chosen`. Only splits that certainly fit are
-        returned.
-        """
+        """Return predicted splits that should be preferred to `chosen` and certainly fit."""
+        # smaller batches within the tolerance
         found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
         least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
+        # clearly faster than `chosen`
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
             found.append(self._nearest_raced(self.predictions.layout(fastest), raced))
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield the splits with the smallest batches that should lie within the tolerance.
-
-        The first split is predicted to be slower than the fastest layout by the whole tolerance,
-        the second by half of the tolerance (`PARTS`). The second is yielded only if the first was
-        measured and is too slow.
-
-        A measured split replaces a predicted one if it is fast enough and its batch is no larger.
-        If its batch is larger, it is yielded only if a check has confirmed its speed. Otherwise, of
-        many batches near the edge of the tolerance, one would seem fast enough by chance.
-        """
+        """Yield the splits with the smallest batches that should lie within the tolerance."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -296,11 +275,14 @@ class RowPolicy:
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
         for part in PARTS:
+            # slower by the whole tolerance or, if that was measured as too slow, by half of it
             wanted = self.predictions.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._nearest_raced(self.predictions.layout(wanted), turns)
             if layout not in turns:
+                # a measured split replaces a predicted one; a larger one must be confirmed by a
+                # check, because one of many batches seems fast enough by chance
                 layout = self._smallest_within(turns, leader, layout.global_batch) or layout
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, tolerance):
@@ -311,9 +293,8 @@ class RowPolicy:
     ) -> Layout | None:
         """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        `turns` has the measurements of each layout, and `leader` the measurements of the fastest
-        layout. A layout that no check has confirmed must have a batch of at most `most`. Return
-        None if there is no such layout.
+        `turns` has the measurements of each layout. A layout without a check must have a batch of
+        at most `most`. Return None if there is none.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -324,12 +305,8 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the layout in `raced` that is so similar to `layout` that it can stand for it.
-
-        Their shares differ by at most 2 %, so a measurement of `layout` would show nothing new. If
-        there are several such layouts, return the one with the nearest batch. If there is none,
-        return `layout` itself.
-        """
+        """Return the raced layout with nearly the same shares as `layout`, or `layout` itself."""
+        # shares differ by at most 2 %, so a measurement of `layout` would show nothing new
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
 
@@ -341,9 +318,8 @@ class RowPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split over all live devices, if one fits.
 
-        `splits` are the splits worth racing. If the user didn't fix the global batch, it is derived
-        from the first of these splits. With `scaling`, also return even splits over 2, 4, ... of
-        the fastest devices.
+        `splits` are the splits worth racing. A free global batch is derived from the first of them.
+        With `scaling`, also return even splits over 2, 4, ... of the fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -356,12 +332,7 @@ class RowPolicy:
     ) -> Layout | None:
         """Return an even split over the devices at `positions`; None if none fits.
 
-        If the batch is free, each device gets as many rows as the first of `splits` has per device.
-        Without splits, all devices get the same batch: the smallest of the devices' best batches
-        alone. If that may not fit, each device gets as many rows as certainly fit on all devices.
-
-        A fixed batch is computed in passes if necessary. If it doesn't fit even so, the result is
-        None if `whole` is True, and otherwise a split with a smaller batch that fits.
+        If `whole`, a fixed batch isn't reduced when it doesn't fit.
         """
         count = len(positions)
         quantum = self.machine.quantum
@@ -373,23 +344,21 @@ class RowPolicy:
         if even is None or max(even.shares) <= safe:
             return even
         if fixed:
+            # a fixed batch is computed in passes if necessary
             in_passes = self.machine.lay_out_safely(even.shares)
             if in_passes or whole:
                 return in_passes
+        # the rows that certainly fit on all devices
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Choose the batch of an even split over the devices at `positions`.
-
-        This is for a request that doesn't fix the global batch. The batch has as many rows per
-        device as the first of `splits`. Without splits, the number of rows per device is the
-        smallest of the devices' best batches alone. The global batch is then limited to the largest
-        one that the user allows. Return 0 if there are no splits and none of the devices ran alone.
-        """
+        """Return the free global batch of an even split over these devices; 0 if nothing ran."""
         count = len(positions)
         if splits:
+            # as many rows per device as the first split has
             return splits[0].global_batch * count // len(self.machine.live)
         singles = reversed(self._singles_by_rate())
         best = {layout.active[0]: layout.global_batch for layout in singles}
+        # without splits, the smallest of the devices' best batches alone
         batch = min((best[i] for i in positions if i in best), default=0) * count
         return min(batch, self.problem.max_global_batch or batch)

@@ -1,4 +1,4 @@
-"""Search for the fastest layout: request probes, get their observations, report the best."""
+"""Searches for the fastest layout: requests probes, gets their observations, reports the best."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Search:
     def learn_data(self, facts: Facts) -> None:
         """Add the facts about the data and the model that child processes have reported.
 
-        If the global batch is free and the request has no largest batch, the number of rows limits
-        the batch so that an epoch has at least 20 steps. If row lengths are known, rows are
-        assigned by their cost. The index of the longest row is only used in the message that no
-        device can hold that row.
+        If the request has neither a global nor a largest batch, the number of rows limits the batch
+        so that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
+        cost. The index of the longest row is only used in the message that no device can hold that
+        row.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -85,10 +85,7 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return the message that explains why the search is over.
-
-        Return None if there are more probes to run.
-        """
+        """Return why the search is over, as a message; None if there are more probes to run."""
         end = self.ended()
         return None if end is None else end.words
 
@@ -113,12 +110,8 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch with which an epoch of `rows` rows has at least `LEAST_STEPS` steps.
-
-    The batch is a multiple of the quantum. If the data has few rows, an epoch may have fewer steps,
-    because the batch is at least `SMALL` rows and at least one quantum per device. It never exceeds
-    the data, unless there is less data than one quantum.
-    """
+    """Return the largest batch with which an epoch of `rows` rows has `LEAST_STEPS` steps."""
     quantum = problem.multiple_of
+    # with few rows, an epoch may have fewer steps
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)
     return max(quantum, min(rows, wanted) // quantum * quantum)

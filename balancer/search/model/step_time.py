@@ -1,10 +1,12 @@
-"""Fit a device's step time as a rising function of its batch, from a few noisy points.
+"""Fits a device's step time as a rising function of its batch, from a few noisy points.
 
 The curve is the simplest that fits the points: a straight line (fixed cost + cost per sample), a
 level stretch up to a knee with a line after it, a step function ("stairs"), or a line that is bent
 towards the points. In the last case, each point's deviation from the line is shrunk by the fraction
-that noise explains. The curve must rise so that it can be inverted. If a larger batch took less
-time than a smaller one, the smaller one is therefore assumed to need no more time than the larger.
+that noise explains.
+
+The curve must rise so that it can be inverted. If a larger batch took less time than a smaller one,
+the smaller one is therefore assumed to need no more time than the larger.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ class Point(msgspec.Struct, frozen=True):
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
     """Return the simplest curve that fits the points; None without points.
 
-    `among` is the number of devices that share a step. It matters only if the curve is a step
-    function, see `Stairs.curve`.
+    `among` is the number of devices that share a step. It matters only for a step function, see
+    `Stairs.curve`.
     """
     return _fit_points(tuple(points), among)
 
@@ -102,11 +104,8 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level_curve(one: Point) -> Curve:
-    """Return the curve of a single point.
-
-    Nothing is known about other batches, so the curve is an upper bound: fewer rows are assumed to
-    take as long as the point's rows, and more rows proportionally longer.
-    """
+    """Return the curve of a single point, as an upper bound for other batches."""
+    # fewer rows are assumed to take as long, and more rows proportionally longer
     batches = (0.0, float(one.batch))
     times = (one.seconds, one.seconds)
     return Curve(batches, times, one.seconds / one.batch, True, one.error)
@@ -115,8 +114,8 @@ def _level_curve(one: Point) -> Curve:
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
     """Return the points in rising order of batch, with similar points averaged.
 
-    Points of one batch are always averaged. Other points are averaged if the relative difference of
-    their batches is at most `near` and noise explains how their times differ.
+    Points of one batch are always averaged. Others are averaged if the relative difference of their
+    batches is at most `near` and noise explains how their times differ.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -131,10 +130,10 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 def _is_same(one: Point, other: Point, near: float) -> bool:
     """True if two points have nearly the same batch and noise explains how their times differ.
 
-    `near` is the maximum relative difference of the batches. Points whose times differ by more than
-    noise are kept apart, because the time may jump between their batches.
+    `near` is the maximum relative difference of the batches.
     """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
+    # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
     return not larger or (
         larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors
@@ -151,11 +150,9 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return the simplest curve for some points, and how far it is from the worst point.
+    """Return a straight line or, if that doesn't fit, a curve with a knee; and its worst residual.
 
-    The curve is a straight line or, if that doesn't fit, a curve with a knee: a level stretch
-    followed by a line. Of all curves with a knee, it is the one with the smallest residual at its
-    worst point, even if it doesn't fit well. The second value is that residual in standard errors.
+    The residual is in standard errors, at the worst point.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
@@ -166,10 +163,7 @@ def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level up to a knee, and straight beyond it.
-
-    The level is fitted to the points before index `cut`, and the line to the others.
-    """
+    """Return a curve that is level before point number `cut`, and straight from there on."""
     before = points[:cut]
     rest = points[cut:]
     weights = math.fsum(p.weight for p in before)
@@ -185,12 +179,9 @@ def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """Return the curve of max(flat, fixed + slope * b) seconds for a batch b.
-
-    The curve is level up to the knee, where both terms are equal. Without a knee above 0, it is a
-    straight line.
-    """
+    """Return the curve of max(flat, fixed + slope * b) seconds for a batch b."""
     if slope > 0 and flat > fixed:
+        # level up to the knee, where both terms are equal
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
     begin = max(flat, fixed)
     return Curve((0.0, 1.0), (begin, begin + slope), slope)
@@ -207,9 +198,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
     """Return, for each point, its batch and the factor by which to multiply the line there.
 
-    The factor is the ratio of the point's time to the line's time, but moved towards 1 by the
-    fraction of the deviation that noise explains. Return an empty list if noise explains all
-    deviations.
+    Return an empty list if noise explains all deviations.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -217,6 +206,7 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
     if spread <= 0:
         return []
     return [
+        # the deviation from the line, without the fraction that noise explains
         (p.batch, 1 + r * spread / (spread + p.sure_error**2))
         for p, r in zip(points, residuals, strict=True)
     ]
@@ -226,8 +216,8 @@ def make_rising(times: Sequence[float]) -> list[float]:
     """Return times that never fall: each is lowered to the smallest of the times after it.
 
     `times` belong to batches in rising order. No result is below 0. A larger batch may take less
-    time if a faster kernel computes it. Smaller batches are assumed to be able to use that kernel
-    too.
+    time if a faster kernel computes it. Smaller batches are then assumed to be able to use that
+    kernel too.
     """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
@@ -237,9 +227,9 @@ def rising_line(
 ) -> tuple[float, float]:
     """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
 
-    The slope is never negative. If the best intercept would be negative, the line goes through the
-    origin instead, unless `intercept_not_negative` is False. It goes through the origin also if all
-    samples have the same x. `samples` must not be empty; weights are 1 / variance of y.
+    The slope is never negative. The line goes through the origin if the best intercept would be
+    negative, unless `intercept_not_negative` is False, and if all samples have the same x.
+    `samples` must not be empty. Weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -259,10 +249,10 @@ def rising_line(
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the seconds that each further pass of a step takes beyond the time of its rows.
 
-    They are the mean over `steps`, which all have several passes; `curve` is the time of one pass.
-    They are negative if a part of a step, such as the optimizer's, isn't repeated in each pass. So
-    that further passes never seem nearly free, a pass of `rows` rows is assumed to take at least
-    `LEVEL` (5 %) of the time of these rows.
+    It is the mean over `steps`, which all have several passes. `curve` is the time of one pass. The
+    result is negative if a part of a step, such as the optimizer's, isn't repeated in each pass. A
+    pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so that
+    further passes never seem nearly free.
     """
     weights = []
     found = []
@@ -282,9 +272,9 @@ class Stairs(msgspec.Struct, frozen=True):
     """A step function: time is level and jumps by `rise` seconds after every 1 / `each` samples.
 
     seconds(b) = max(least, first + rise * ceil(each * b + shift)) for a batch b. The points don't
-    determine `each` and `shift` exactly. `places` describes the feasible region, the polygon of all
-    pairs that put every point on its measured level: it has (each, lowest shift, highest shift) for
-    each corner of the polygon.
+    determine `each` and `shift` exactly. All pairs that put every point on its measured level form
+    a polygon, the feasible region. `places` has (each, lowest shift, highest shift) for each corner
+    of the polygon.
     """
 
     first: float
@@ -357,19 +347,17 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
     """True if the points show how wide the steps are, in samples per level.
 
-    `levels` has the number of each point's level. The points must be on three levels, or on two
-    levels whose nearest batches aren't far apart. Otherwise, very different widths fit the points.
+    `levels` has each point's level.
     """
     rise = bisect_left(levels, levels[0] + 1)
+    # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function that puts each point on its level.
+    """Return the step function that puts each point on its level; None if none does.
 
-    `levels` has the level for each point, counted from 0 at the smallest batch. Return None if the
-    times of the points don't fit levels at equal distances, or if their batches don't fit levels of
-    equal width.
+    `levels` has the level of each point, counted from 0 at the smallest batch.
     """
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
@@ -377,6 +365,7 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
     ]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
+        # levels are at equal distances
         missed = abs(first + rise * level - point.seconds)
         if missed > point.tolerance_seconds + LEAN * min(rise, point.seconds):
             return None
@@ -389,9 +378,7 @@ def _find_parameters(
 ) -> tuple[tuple[float, float, float], ...]:
     """Return the `places` of `Stairs` that put each batch on its level; empty if there are none.
 
-    Each item is (levels per sample, lowest shift, highest shift). The width of a level is the
-    number of samples per level. If a width that is a power of two is possible, return only one
-    item, for that width, because kernels compute rows in tiles of such sizes.
+    Each item is (levels per sample, lowest shift, highest shift).
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
@@ -402,6 +389,7 @@ def _find_parameters(
         high = min(high, (n1 - n0 + 1) / (b1 - b0))
     if low >= high:
         return ()
+    # kernels compute rows in tiles of a power of two, so such a width is preferred
     for width in TILES:
         if low <= 1 / width <= high:
             least, most = _shifts(batches, levels, 1 / width)
@@ -422,8 +410,8 @@ def _find_parameters(
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
     """Return the lowest and the highest `shift` of `Stairs` that put each batch on its level.
 
-    `each` is the number of levels per sample. If no shift is possible for that number, the lowest
-    exceeds the highest.
+    `each` is the number of levels per sample. If no shift is possible, the lowest exceeds the
+    highest.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
