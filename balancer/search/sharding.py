@@ -1,18 +1,18 @@
-"""Choose the fraction of the model's state and the rows that each device gets in sharded training.
+"""Chooses the fraction of the model's state and the rows that each device gets in sharded training.
 
 Each device is first measured alone, while it holds only a small part of the state and gathers the
 model's units (blocks of layers) from that part. This shows its step time, and the memory that it
 needs besides the state. Then the rows with the highest expected samples/s are chosen, and the state
 is divided so that it fills the memory that these rows leave free. From then on, the parts of the
-state stay the same. Rows are searched as in other trainings, within the memory that is left, and
-measurements of whole steps show how much time gathering takes.
+state stay the same. Rows are searched as in other trainings, within the memory that is left.
+Measurements of whole steps show how much time gathering takes.
 
-A slow or small device may hold a part of the state and compute no rows, if its rows would only
-keep the others waiting. The best such training is measured too if it should be faster.
+A slow or small device may hold a part of the state and compute no rows, if its rows would only keep
+the others waiting. The best such training is measured too if it should be faster.
 
 Headroom remains free on each device, because an allocator can't use all of the memory: free blocks
 may be too small for a request. In the first pass of a step, gradients don't exist yet when
-activations are at their peak, so only a training in several passes needs memory for gradients and
+activations are at their peak. So only a training in several passes needs memory for gradients and
 activations at the same time.
 """
 
@@ -89,10 +89,10 @@ class RowDemand(msgspec.Struct, frozen=True):
 class StateDivision(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
-    `rows` are the rows of one pass on each device, for which the division leaves room. `limits` are
-    the bytes of each device without its headroom; None if its memory is unknown. `in_passes` is
-    True if rows are computed in several passes: the gradients of earlier passes then exist when
-    activations are at their peak.
+    `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
+        exist when activations are at their peak.
+    `limits`: the bytes of each device without its headroom; None if unknown.
+    `rows`: the rows of one pass on each device, for which the division leaves room.
     """
 
     parts: tuple[float, ...]
@@ -115,8 +115,8 @@ class Proposal(msgspec.Struct, frozen=True):
 class Sharding:
     """The search for the fastest sharded training, based on one set of observations.
 
-    The observations are measurements of single devices with a part of the state, and of whole
-    steps. The budget in `problem` is only for sharded layouts.
+    It observes single devices with a part of the state, and whole steps. The budget in `problem` is
+    only for sharded layouts.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -156,8 +156,8 @@ class Sharding:
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Return each device's curve, and the rows of one pass that certainly fit, by position.
 
-        In a training in which some devices have no rows, shares aren't changed while it runs, so
-        all curves are empty.
+        If some devices have no rows, shares aren't changed during the training, so all curves are
+        empty.
         """
         if _some_hold_only(layout):
             return NO_CURVE * len(layout.shares)
@@ -169,23 +169,21 @@ class Sharding:
     def parts(self) -> tuple[float, ...] | None:
         """The fraction of the state that each device holds, by position.
 
-        The tuple is empty until all devices were measured alone. It is None if the state doesn't
-        fit together with a row on each device.
+        Empty until all devices were measured alone. None if the state doesn't fit together with a
+        row on each device.
         """
         return None if self._division is None else self._division.parts
 
     @cached_property
     def _division(self) -> StateDivision | None:
-        """The division of the state among the devices; None if the state doesn't fit.
-
-        It has no parts until all devices were measured alone. If the memory of a device is unknown,
-        all parts are equal.
-        """
+        """The division of the state among the devices; None if the state doesn't fit."""
         problem = self._problem
         if not self._needs_are_known:
+            # no parts until all devices were measured alone
             return StateDivision((), limits=problem.memory_bytes)
         limits = self._limits
         if len(limits) < problem.devices:
+            # the memory of a device is unknown
             equal = (1 / problem.devices,) * problem.devices
             return StateDivision(equal, problem.global_batch is not None, problem.memory_bytes)
         return self._divide(limits)
@@ -196,10 +194,7 @@ class Sharding:
 
     @property
     def _limits(self) -> list[int]:
-        """The bytes of each device that the framework's allocator can use.
-
-        Devices whose memory is unknown are left out, so the list may be shorter than the devices.
-        """
+        """The bytes that the framework's allocator can use on each device with known memory."""
         beside = self._state.beside_bytes
         return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
 
@@ -208,12 +203,11 @@ class Sharding:
     ) -> StateDivision | None:
         """Return the division that leaves headroom on each device; None if the state doesn't fit.
 
-        Headroom is memory that stays free. A device's headroom is doubled for each whole step that
-        ran out of memory on it. If the state then doesn't fit, the headroom of all devices is
-        halved repeatedly. `limits` are the devices' bytes. Devices at the positions `without_rows`
-        only hold state.
+        `limits` are the devices' bytes. Devices at the positions `without_rows` only hold state.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
+        # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
+        # fit, it is halved repeatedly
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
             left = tuple(
                 int(limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS)))
@@ -226,25 +220,19 @@ class Sharding:
 
     @property
     def _failures(self) -> list[int]:
-        """The number of whole steps that ran out of memory on each device, by position.
-
-        If an observation doesn't say on which devices memory ran out, it counts for every device
-        that took part.
-        """
+        """The number of whole steps that ran out of memory on each device, by position."""
         counts = [0] * self._problem.devices
         for one in self._seen:
             if isinstance(one, OutOfMemory) and one.probe.layout.traits.together:
+                # if the devices aren't known, it counts for all that took part
                 for position in one.devices or one.probe.layout.active:
                     counts[position] += 1
         return counts
 
     @property
     def _row_demands(self) -> list[RowDemand]:
-        """The `RowDemand` of each device that ran alone, based on its first two measurements.
-
-        Later measurements would change the division of the state, which must stay the same once a
-        whole step has been measured.
-        """
+        """The `RowDemand` of each device that ran alone, from its first two measurements."""
+        # later ones would change the division, which must stay the same after a whole step
         first = Observations(self._problem)
         for position in range(self._problem.devices):
             for one in self._measured_alone(position)[:FEWEST_SIZES]:
@@ -273,7 +261,7 @@ class Sharding:
     def without_rows(self) -> Proposal | None:
         """The fastest training, as predicted, in which some devices hold state but have no rows.
 
-        It is None if no such training fits, or if the memory of a device is unknown.
+        None if no such training fits, or if the memory of a device is unknown.
         """
         limits = self._limits
         if not self._needs_are_known or len(limits) < self._problem.devices:
@@ -287,19 +275,16 @@ class Sharding:
         return max(found, key=lambda one: one.rate(), default=None)
 
     def _sets_of_holders(self) -> list[frozenset[int]]:
-        """Return the sets of devices, as positions, that may hold state without computing rows.
-
-        For each number of devices, there are two sets: the slowest devices, and the devices with
-        the least memory. No set has all devices, because at least one device must compute.
-        """
+        """Return the sets of devices, as positions, that may hold state without computing rows."""
         positions = range(self._problem.devices)
         slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
         smallest = sorted(positions, key=lambda i: self._limits[i])
+        # at least one device must compute; for each number, the slowest and the smallest devices
         counts = range(1, self._problem.devices)
         return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
 
     def _probe_without_rows(self, budget: Budget) -> Probe | None:
-        """Return a probe of the training `without_rows` if it may be the fastest, else None."""
+        """Return a probe of the training `without_rows` if it may be the fastest, or None."""
         wanted = self.without_rows
         if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
             return None
@@ -311,30 +296,23 @@ class Sharding:
         return Probe(wanted.layout, Stage.SHARD, seconds)
 
     def _may_win(self, wanted: Proposal) -> bool:
-        """True if the proposal should be faster than every sharded training that ran.
-
-        How long the devices would take to gather units isn't known. It is assumed to be the
-        shortest such time of the trainings that ran. Before any training ran, the proposal is
-        compared with a training in which all devices have rows; both times are then predicted
-        without gathering.
-        """
+        """True if the proposal should be faster than every sharded training that ran."""
         ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
         if ran:
+            # the time to gather units isn't known: the shortest of those that ran is assumed
             more = min(self._beyond_rows(one) for one in ran)
             best = max(one.samples_per_second for one in ran)
             return wanted.rate(more) > (1 + LEAST_GAIN) * best
         division = self._division
         if division is None or not division.rows:
             return division is None
+        # nothing ran yet: compared with a training in which all devices have rows
         everywhere = propose(division, self._row_demands, self._problem)
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout whose devices all have rows should be far slower than a measured one.
-
-        It is compared only with measured trainings in which some devices hold state but have no
-        rows.
-        """
+        """True if a layout with rows on all devices should be far slower than a measured one."""
+        # of trainings in which some devices hold state but have no rows
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
             return False
@@ -342,7 +320,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, one: Timed) -> float:
-        """Return how many seconds longer a whole step took than predicted without gathering."""
+        """Return how many seconds a whole step took beyond the prediction without gathering."""
         layout = one.probe.layout
         return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -352,8 +330,8 @@ class Sharding:
     def policy(self) -> RowPolicy:
         """The policy that chooses each device's rows, as in a training without shards.
 
-        For this policy, all observations are converted to observations of a training without
-        shards. A device's memory in it is only what its part of the state leaves free.
+        It sees all observations as those of a training without shards. A device's memory is what
+        its part of the state leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [
@@ -374,10 +352,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _without_shards(self, one: Observation) -> Observation:
-        """Return the observation as it would be in a training without shards.
-
-        Its memory use doesn't include the device's part of the state.
-        """
+        """Return the observation as in a training without shards, with memory for rows only."""
         layout = one.probe.layout
         probe = msgspec.structs.replace(
             one.probe,
@@ -391,8 +366,7 @@ class Sharding:
     def _without_state(self, one: Timed) -> tuple[int | None, ...]:
         """Return the bytes that each device's rows took, without its part of the state.
 
-        They are None for a device that used no more memory than its part of the state and the
-        gathered units would take, because it isn't known how much of that memory its rows took.
+        The value is None if the rows can't be told from the state.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -402,6 +376,7 @@ class Sharding:
             return tuple(left)
         for i, (part, used) in enumerate(zip(parts, one.memory_bytes, strict=True)):
             whole = part * self._state.state_bytes + self._state.gathered_bytes
+            # no more than the state and the gathered units would take
             if used is not None and used <= whole:
                 left[i] = None
         return tuple(left)
@@ -409,9 +384,9 @@ class Sharding:
     def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
-        A device measured alone holds only a small part of the state, so it has more memory for rows
-        than in a training. `left` are the bytes that the devices' parts of the state leave free.
+        `left` are the bytes that the devices' parts of the state leave free.
         """
+        # a device measured alone held less of the state
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
         short = []
@@ -443,17 +418,13 @@ def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tupl
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the fixed seconds of a device's step, and the additional seconds per row.
-
-    They are the intercept and slope of the line through the device's smallest and largest batch.
-    The slope is at most the largest batch's seconds per row, and at least the fraction
-    `LEAST_GROWTH` of them.
-    """
+    """Return the fixed seconds of a device's step, and the additional seconds per row."""
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
     proportion = last.seconds / last.batch
     if last.batch == first.batch:
         return 0.0, proportion
+    # the line through the smallest and the largest batch
     slope = (last.seconds - first.seconds) / (last.batch - first.batch)
     slope = min(proportion, max(LEAST_GROWTH * proportion, slope))
     return last.seconds - slope * last.batch, slope
@@ -467,11 +438,11 @@ def divide_state(
 ) -> StateDivision | None:
     """Return parts of the state that fill the memory left by a step's rows.
 
-    Return None if the state doesn't fit together with at least one row on each device. A fixed
-    batch is computed in one pass if it fits. For a free batch, the rows that fit in one pass and
-    give the highest expected samples/s are chosen. `limits` are the devices' bytes. Devices at the
-    positions `without_rows` only hold a part of the state; in their first pass, they compute one
-    filler row that doesn't count.
+    A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
+    pass and give the highest expected samples/s are chosen. `limits` are the devices' bytes.
+    Devices at the positions `without_rows` only hold a part of the state. In their first pass, they
+    compute one filler row that doesn't count. Return None if the state doesn't fit together with at
+    least one row on each device.
     """
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:
@@ -529,9 +500,9 @@ def _some_hold_only(layout: Layout) -> bool:
 class StateRoom:
     """The memory of all devices that rows leave free for the model's state.
 
-    `limits` are the devices' bytes. `in_passes` is True if rows are computed in several passes, so
-    that memory for gradients is needed in addition. Devices at the positions `without_rows` only
-    hold state.
+    `limits`: the devices' bytes.
+    `in_passes`: True if rows are computed in several passes, which need memory for gradients too.
+    `without_rows`: the positions of devices that only hold state.
     """
 
     def __init__(
@@ -576,8 +547,7 @@ class StateRoom:
     def divide_for(self, batch: int) -> StateDivision | None:
         """Return the division for this global batch in one pass; None if it doesn't fit.
 
-        Rows are distributed so that all devices finish at the same time, except that a device gets
-        no more rows than fit.
+        All devices finish at the same time, but no device gets more rows than fit.
         """
         low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
@@ -592,37 +562,30 @@ class StateRoom:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return how many rows each device computes in `seconds`.
-
-        A device that computes has at least one quantum, and otherwise at most the rows that fit. A
-        device that only holds state has 0.
-        """
+        """Return how many rows each device computes in `seconds`; 0 if it only holds state."""
         found = [0.0] * len(self._row_demands)
         for i in self._computing:
             rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
+            # at least one quantum, and otherwise at most the rows that fit
             found[i] = max(self._fewest, min(rows, self._most_rows(i)))
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the maximum rows of a device that leave room for the least part of the state.
-
-        That part is the fraction `LEAST_PART`.
-        """
+        """Return a device's maximum rows that leave room for the least part of the state."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _left(self, rows: Sequence[float]) -> list[float]:
-        """Return how much of the whole state each device can hold beside its rows, in bytes.
+        """Return how many bytes of the state each device can hold beside its rows.
 
-        Some of the state, such as gradients, doesn't exist while activations are at their peak. The
-        result may therefore be more than the memory that the rows leave free. A value is negative
-        if the rows themselves don't fit.
+        A value is negative if the rows themselves don't fit.
         """
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
             # the filler row of a device without rows leaves no gradients room
             free = limit - need.base_bytes - (0.0 if own else need.row_bytes)
+            # gradients, for example, don't exist while activations are at their peak
             beside = (free - need.row_bytes * own) * self._state / self._held
             found.append(min(beside, free, limit * self._of_step))
         return found

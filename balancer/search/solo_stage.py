@@ -62,11 +62,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first or second small batch on devices not yet measured with it.
-
-        Once both were tried on all devices, return probes of smaller batches for the devices that
-        ran out of memory. Return an empty tuple if nothing is missing.
-        """
+        """Return probes of two small batches on devices that lack them; empty if none does."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -76,6 +72,7 @@ class SoloStage:
                 return self._round(self._fill_round(due), self._turn)
             if due:
                 return self._round(due, self._turn if turn else turn)
+        # smaller batches for the devices that ran out of memory
         retried = {
             one: self._small_batch(one) for one in self._live if self._lacks_memory_line(one)
         }
@@ -87,40 +84,33 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _next_small_batches(self, turn: int) -> Batches:
-        """Return the next small batch of each device that took part in exactly `turn` rounds.
-
-        Devices on which that batch already ran are left out.
-        """
+        """Return the next small batch of each device that took part in exactly `turn` rounds."""
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
             ran = any(point.batch == batch for point in one.evidence.alone)
+            # unless that batch already ran
             if one.evidence.rounds == turn and not ran:
                 due[one] = batch
         return due
 
     def _lacks_memory_line(self, one: DeviceModel) -> bool:
-        """True if memory use on a device can't be extrapolated yet, and a smaller batch may help.
-
-        Two measured batches would be needed, but the device never ran, or ran out of memory before
-        the second one.
-        """
+        """True if a smaller batch may help to extrapolate a device's memory use."""
         memory = one.memory
+        # two batches are needed, and it never ran
         if not one.evidence.alone:
             return True
         if memory.smallest_failed is None or memory.limit_bytes is None:
             return False
         if memory.line is not None or len(one.evidence.alone) > 1:
             return False
+        # it ran out of memory before the second batch
         return self._is_new(one, self._small_batch(one))
 
     def _worth_waiting(self, due: Batches) -> Batches:
-        """Return the devices to measure with their second batch in the next round.
+        """Return the devices whose second batches in `due` gain most per second of the next round.
 
-        `due` has the second batch of each device that still needs it. The devices are chosen so
-        that the round may gain most per second: a device that would prolong the round for little
-        gain is left out. Return an empty dict if the budget doesn't allow the round, or if the
-        round isn't worth its time.
+        Return an empty dict if the round isn't worth its time, or the budget doesn't allow it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -139,23 +129,17 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _affords_second(self, one: DeviceModel, batch: int) -> bool:
-        """True if the budget allows a round with this second batch of a device.
-
-        Without a second batch on any device, there is no curve, so that round may take the time
-        that is otherwise kept for later stages.
-        """
+        """True if the budget allows a round with this second batch of a device."""
         step_seconds = _step_seconds(one, batch)
         if any(len(other.evidence.alone) > 1 for other in self._live):
             return self._has_time(self._probe_seconds(one, batch), step_seconds)
+        # without a second batch on any device there is no curve, so it may take the time of later
+        # stages
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with batches of the optimistic layout, if they show something new.
-
-        If the expected gain isn't worth the round's time, return a cheap round instead. Return an
-        empty tuple if there is nothing to measure.
-        """
+        """Return a round with new batches of the optimistic layout, or a cheap round, or nothing."""
         wanted = self._optimistic
         if wanted is None:
             return ()
@@ -166,21 +150,15 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batches, with a batch for each further device that joins the round.
-
-        All devices should compute at the same time, like in a split. Therefore, a device joins with
-        a batch that is new to it, in one of two cases:
-
-        - The round doesn't last longer because of the device.
-        - The batch is the device's even share, with which every plan is compared, and the round
-          lasts at most twice as long.
-        """
+        """Return the round's batches, with new ones for further devices that join the round."""
+        # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
         for one in self._live:
             even = max(self._even_share(one), batches.get(one, 0))
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
             batch = even or max(self._quantum, self._middle_of_widest(measured))
+            # an even share, with which every plan is compared, may prolong the round
             if self._probe_seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(
                 one, batch
             ):
@@ -188,12 +166,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return the batches of a round, with further batches for devices that `due` leaves idle.
-
-        An idle device measures its batch of the optimistic layout, if that shows something new and
-        doesn't prolong the round. The optimistic layout would be fastest if each device were as
-        fast as its measurements allow.
-        """
+        """Return the round's batches, with further ones for idle devices that don't prolong it."""
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch
@@ -203,14 +176,10 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round so cheap that it is run without an expected gain; empty if there is none.
-
-        It measures the even share of a fixed batch if that is larger than all batches that ran.
-        Otherwise it measures the middle of a gap between two batches, in case the samples/s have a
-        peak there.
-        """
+        """Return a round so cheap that it needs no expected gain; empty if there is none."""
         wanted: Batches = {}
         for one in self._devices_of_split:
+            # the even share or, as the samples/s may have a peak there, the middle of a gap
             batch = self._even_share(one) or self._gap_at_best(one)
             if self._is_new(one, batch):
                 wanted[one] = batch
@@ -222,13 +191,13 @@ class SoloStage:
         return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """Return a batch in the middle of the wider one of the two gaps beside the best batch.
+        """Return the middle of the wider gap beside the batch with the most samples/s.
 
-        The best batch has the highest measured samples/s. Return 0 if the gap is too narrow to hide
-        a higher peak, or if the measurements are too noisy to show one.
+        Return 0 if the gap is too narrow to hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
+            # the measurements are too noisy to show a peak
             return 0
         points = merge_points(one.points)
         rates = [point.batch / point.seconds for point in points]
@@ -237,15 +206,12 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch; 0 if not worth measuring.
-
-        It is worth measuring if it may fit and is larger than all batches that ran. The split is
-        over the devices of the optimistic layout.
-        """
+        """Return the device's share in an even split of a fixed batch; 0 if not worth measuring."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
             even
+            # it may fit, and is larger than all batches that ran
             if one in self._devices_of_split
             and one.memory.largest_ran < even <= one.trusted_alone_rows
             else 0
@@ -280,11 +246,9 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest under the most optimistic view of every device.
+        """The layout that would be fastest if each device were as fast as its measurements allow.
 
-        Each device is assumed to be as fast as its measurements so far could possibly allow. The
-        layout's batches may be much larger than all measured ones, so that several more rounds of
-        probes are needed before they can be measured. None if no layout fits.
+        None if no layout fits.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
@@ -304,11 +268,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The devices with their optimistic curves, by position.
-
-        A curve includes several passes if they are faster than one. Devices that never ran are left
-        out.
-        """
+        """The optimistic curves of the devices that ran, in one or several passes, by position."""
         return {
             one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
@@ -321,11 +281,9 @@ class SoloStage:
         return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the expected relative gain of the optimistic layout over the best known layout.
+        """Return the expected relative gain of the optimistic layout over the best known one.
 
-        About half of the optimistic predictions come true, so the result is half of the predicted
-        gain, minus the mean error of the curves. The best known layout is predicted from the
-        batches that ran. If no layout is known yet, the gain is infinite.
+        It is infinite if no layout is known yet.
         """
         ran = []
         for one in self._live:
@@ -341,19 +299,16 @@ class SoloStage:
             if curve:
                 errors.append(share * curve.error)
         error = math.fsum(errors) / wanted.global_batch
+        # about half of the optimistic predictions come true
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _would_show_more(self, one: DeviceModel, share: int) -> bool:
-        """True if a measurement of this share would show something new about the device.
-
-        False if a batch near the share was measured. Otherwise True if the share is larger than all
-        batches that ran, or if the optimistic curve is clearly faster at the share than the fitted
-        curve.
-        """
+        """True if a measurement of this share would show something new about the device."""
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
         if share > one.memory.largest_ran:
             return True
+        # the optimistic curve is clearly faster there
         return one.optimistic.seconds(share) < (1 - TIE) * one.solo_curve.seconds(share)
 
     def _is_new(self, one: DeviceModel, batch: int) -> bool:
@@ -366,17 +321,15 @@ class SoloStage:
         return self._budget.least_seconds(layout, _step_seconds(one, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round may take `seconds` and still leave time for the first split.
-
-        Without the first split, there is no plan.
-        """
+        """True if a round may take `seconds` and still leave time for the first split."""
+        # without the first split, there is no plan
         return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
     def _reserved_seconds(self) -> float:
         """The seconds to reserve for the first split or, for one device, for the fixed batch.
 
-        No plan is possible without that measurement. They are 0 once it has run.
+        They are 0 once it has run.
         """
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -393,8 +346,7 @@ class SoloStage:
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """Return the middle of the widest gap between neighbors in a list of ascending batch sizes.
 
-        The widest gap is the one with the largest ratio of its two batch sizes. Return 0 if that
-        ratio is at most `wider`.
+        Return 0 if the ratio of its two sizes is at most `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
@@ -404,11 +356,7 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """Return the next small batch to measure on the device.
-
-        It is the first small batch or, once that ran, the second one. If the device ran out of
-        memory at that batch, return a smaller batch.
-        """
+        """Return the next small batch to measure on the device."""
         memory = one.memory
         quantum = self._quantum
         first, second = self._first_two_batches(one.requested_rows)
@@ -420,6 +368,7 @@ class SoloStage:
         ):
             return second
         if not memory.largest_ran:
+            # the device ran out of memory: a smaller batch
             retreat = memory.smallest_failed // BLIND_GROWTH
         elif memory.limit_bytes is not None and memory.largest_ran > quantum:
             retreat = memory.largest_ran // 2  # half of it fits, and two sizes give a line
@@ -428,18 +377,15 @@ class SoloStage:
         return max(quantum, retreat // quantum * quantum)
 
     def _choose_second_batch(self, one: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, or a smaller one if running out of memory would be costly.
-
-        If a child process would have to be restarted, which takes long, the result is at most a
-        quarter larger than the first batch. If steps are so slow that a probe times only one, it is
-        at most twice the first batch. A batch that certainly fits is allowed in either case.
-        """
+        """Return the second batch, or a smaller one if running out of memory would be costly."""
         surely = one.memory.largest_in_proportion()
         if surely is None:
             return second
         if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
+            # restarting a child process takes long
             likely = SAFE_GROWTH * first
         elif self._budget.time.takes_lone_steps(_step_seconds(one, second)):
+            # steps are so slow that a probe times only one
             likely = 2 * first
         else:
             return second
@@ -449,15 +395,13 @@ class SoloStage:
     def _first_two_batches(self, most: int) -> tuple[int, int]:
         """Return the first two batches to measure on a device: 8 and 64 rows, or fewer.
 
-        Both are at most `most`. The second batch is also limited to an even share of the global
-        batch. If the global batch is free, it is limited to an even share of the largest one that
-        the user allows. If this makes the second batch smaller than 64 rows, the first batch is an
-        eighth of it. Both batches are rounded up to multiples of the quantum.
+        Both are at most `most`, and are rounded up to multiples of the quantum.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SMALL * BLIND_GROWTH
         if batch is not None:
+            # an even share of the largest global batch
             second = min(second, max(2, batch // len(self._live)))
         first = max(1, min(SMALL, second // BLIND_GROWTH))
         first = min(math.ceil(first / quantum) * quantum, most)
@@ -466,23 +410,18 @@ class SoloStage:
 
 
 def _step_seconds(one: DeviceModel, batch: int) -> float:
-    """Return the expected duration of a step of this batch in seconds; 0 before any measurement.
-
-    If the device has a single point, return that point's time for every batch. If steps turn out to
-    be much longer, the probe ends after one step, so little time is lost.
-    """
+    """Return the expected duration of a step of this batch in seconds; 0 before any measurement."""
     if one.solo_curve is None:
         return 0.0
     if len(one.evidence.alone) == 1:
+        # of a single point; if steps are much longer, the probe ends after one, so little time is
+        # lost
         return one.evidence.alone[0].seconds
     return one.solo_curve.seconds(batch)
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the most samples/s that the devices in `some` could reach with their batches in `due`.
-
-    The estimate assumes that these batches take no longer than the first batch that each device
-    ran. Devices that never ran are left out.
-    """
+    """Return the most samples/s that the devices in `some` could reach with batches in `due`."""
     ran = [one for one in some if one.evidence.alone]
+    # the batches take no longer than the first batch that each device ran
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

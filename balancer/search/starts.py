@@ -1,4 +1,4 @@
-"""Estimate the time to start a probe's child processes from earlier starts.
+"""Estimates the time to start a probe's child processes from earlier starts.
 
 The time matters: a model with a billion parameters takes 20 s to load. Child processes that are
 already running can measure all layouts that differ only in their sizes. A child process that ran
@@ -32,8 +32,8 @@ class StartTimes:
 
         If they exited when a probe ran out of memory, or are started anew for each probe, return
         the duration of their shortest start. If they were never started, the time is estimated from
-        starts in the solo stage. This estimate is high rather than low, because the first starts of
-        a session are the slowest.
+        starts in the solo stage. This estimate is rather high, because the first starts of a
+        session are the slowest.
         """
         own = self._by_children.get(layout.children)
         if not own:
@@ -53,8 +53,8 @@ class StartTimes:
     def after_out_of_memory(self) -> float:
         """The seconds to restart a child process on one device after it ran out of memory.
 
-        They are 0 if child processes were measured again after they ran out of memory, and none of
-        them had to be restarted.
+        They are 0 if child processes were measured again after running out of memory, and none had
+        to be restarted.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
@@ -70,9 +70,9 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times in seconds of each group of child processes, one value per timed probe.
+        """The start times of each group of child processes, one per timed probe.
 
-        The value is 0 if the child processes were already running.
+        A start time is 0 if the processes were already running.
         """
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
@@ -102,12 +102,7 @@ class StartTimes:
         return self.alone * family_of(layout).start_cost * layout.processes
 
     def _pack_seconds(self, processes: int) -> float | None:
-        """Return the seconds to start `processes` trainings; None before any pack started.
-
-        They are extrapolated from the start of the largest pack, in proportion to the number of
-        trainings. If packs of two sizes show that each further training takes less time than that,
-        the smaller slope is used.
-        """
+        """Return the seconds to start `processes` trainings; None before any pack started."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.traits.side_by_side and seen.start_seconds:
@@ -116,6 +111,7 @@ class StartTimes:
             return None
         least, most = min(found), max(found)
         quickest, longest = median(found[least]), median(found[most])
+        # in proportion to the largest pack, unless packs of two sizes show a smaller slope
         slope = longest / most
         if most > least:
             slope = min(slope, max(0.0, (longest - quickest) / (most - least)))

@@ -1,4 +1,4 @@
-"""Model the cost of rows of unequal length on each device, and predict the time of batches.
+"""Models the cost of rows of unequal length on each device, and predicts the time of batches.
 
 For a prediction, batches of rows are drawn from the lengths in the data, and assigned to devices by
 cost, as the training's loader does.
@@ -40,10 +40,8 @@ class WorkPoint(msgspec.Struct, frozen=True):
 class StepCost(msgspec.Struct, frozen=True):
     """The coefficients of a model that predicts how long a device's step takes.
 
-    The rows may have unequal lengths.
-
-    `step_s` is the time in seconds per step that isn't part of a pass, such as the optimizer's.
-    `cost` gives the duration of each pass.
+    The rows may have unequal lengths. `step_s` is the time in seconds per step that isn't part of a
+    pass, such as the optimizer's. `cost` gives the duration of each pass.
     """
 
     step_s: float
@@ -105,24 +103,24 @@ def _nearest(
 ) -> tuple[tuple[float, ...], float]:
     """Return the rates >= 0 with the least |wanted - sum of rate * column|², and that residual.
 
-    `columns` have norm 1, or 0 if all their amounts are 0. The problem is solved recursively for
-    the last column, in two ways. If its rate is 0, the column is dropped. If its rate is positive,
-    the residual is orthogonal to it, so it is projected out of all others and of `wanted`
-    (Gram-Schmidt). The solution with the smaller residual is returned. If projections left nothing
-    of a column, it is collinear with later columns and gets the rate 0.
+    `columns` have norm 1, or 0 if all their amounts are 0.
     """
     if not columns:
         return (), _dot(wanted, wanted)
     *others, last = columns
+    # the last rate is 0: drop its column
     without, missed = _nearest(others, wanted)
     square = _dot(last, last)
     if square <= ROUNDING**2:
+        # projections left nothing of a column that is collinear with later ones
         return (*without, 0.0), missed
 
     def residual(values: Sequence[float]) -> list[float]:
         part = _dot(last, values) / square
         return [value - part * each for value, each in zip(values, last, strict=True)]
 
+    # the last rate is positive: the residual is orthogonal to its column, so project the column out
+    # of all others (Gram-Schmidt)
     rates, less = _nearest(list(map(residual, others)), residual(wanted))
     explained = math.fsum(
         rate * _dot(last, column) for rate, column in zip(rates, others, strict=True)
@@ -159,8 +157,8 @@ class TextModel(MachineModel):
     def tried_alone(self, position: int) -> list[Observation]:
         """Return the observations of a device alone, in the order of their probes.
 
-        A layout has either rows of one length, or a global batch: rows of several lengths, which
-        are distributed over passes by cost.
+        A layout has either rows of one length, or a global batch. The global batch has rows of
+        several lengths, which are distributed over passes by cost.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
@@ -213,7 +211,7 @@ class TextModel(MachineModel):
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """Return the measured steps of a device alone, by (rows, rows per pass, row length).
 
-        For a batch of rows of several lengths, the row length in the key is 0.
+        The row length is 0 for rows of several lengths.
         """
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -226,10 +224,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in splits.
-
-        It is the device's cost when it runs alone, multiplied by its `_contention_factor`.
-        """
+        """Each device's cost in splits: its cost alone, multiplied by its `_contention_factor`."""
         return tuple(
             one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
         )
@@ -237,8 +232,7 @@ class TextModel(MachineModel):
     def _contention_factor(self, position: int, alone: StepCost) -> float:
         """Return the ratio of a device's compute time in splits to the time that `alone` predicts.
 
-        The compute time is the measured own work. `alone` is the device's cost when it runs alone.
-        Without such measurements, the ratio is 1.
+        `alone` is the device's cost when it runs alone. Without measurements, the ratio is 1.
         """
         own = 0.0
         expected = 0.0
@@ -252,19 +246,16 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """Return the costs of these devices in a split, or the cost of a single device alone.
-
-        Devices whose cost is unknown are left out.
-        """
+        """Return the known costs of these devices in a split, or the cost of one device alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) that each device should have in a split.
+        """Return the compute time (own work) that each device should have in a split, in seconds.
 
-        It is predicted from the device's cost when it runs alone. The times are in seconds, in the
-        order of the active devices; devices whose cost or work is unknown are left out.
+        It is predicted from the device's cost when it runs alone. The times are in the order of the
+        active devices. Devices whose cost or work is unknown are left out.
         """
         found = []
         for position in split.probe.layout.active:
@@ -283,10 +274,7 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the maximum padded tokens of one pass, according to a device's memory.
-
-        Return 0 if no limit is known.
-        """
+        """Return the maximum padded tokens of one pass, given a device's memory; 0 if unknown."""
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
             return 0
@@ -369,8 +357,8 @@ class TextModel(MachineModel):
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
         Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
-        the time per token of the largest measured pass is used instead of the cost: a cost that was
-        fitted to small passes predicts too little time for large ones.
+        the time per token of the largest measured pass is used instead. A cost that was fitted to
+        small passes predicts too little time for large ones.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -386,9 +374,8 @@ class TextModel(MachineModel):
     def best_split(self) -> Layout | None:
         """The split that should be fastest, with rows assigned by cost; None if there is none.
 
-        It uses the devices of one host or of all hosts. The slowest of these devices are left out
-        if the split is faster without them. There is no split for fewer than two devices, or if
-        they can't hold the longest row.
+        It uses the devices of one host or of all hosts, without the slowest ones if that is faster.
+        There is no split for fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -407,8 +394,8 @@ class TextModel(MachineModel):
     def batch(self) -> int:
         """The global batch.
 
-        It is the fixed batch, or else the smallest batch that is predicted to be within the
-        tolerance of the fastest batch.
+        It is the fixed batch or, without one, the smallest batch that is predicted to be within the
+        tolerance of the fastest.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -421,10 +408,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return the global batches to choose from if the batch is free, in rising order.
-
-        Each is twice as large as the previous one, except that the last is limited by the request.
-        """
+        """Return the global batches to choose from if the batch is free, each twice the last."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -445,10 +429,8 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[RowAssignment]:
-    """Return global batches of rows drawn from these lengths, distributed by cost over the ranks.
-
-    The drawn rows are the same in every search.
-    """
+    """Return global batches of rows drawn from these lengths, assigned by cost to the ranks."""
+    # the same rows in every search
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))
     drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]

@@ -1,9 +1,10 @@
 """Exploration with rows of unequal length: passes of a few sizes, then whole batches.
 
-Each device's cost is determined by a small pass, larger passes of the longest rows until they take
-clearly longer, several passes of short rows in one step, and passes of other lengths. All devices
-run at the same time. The larger passes are needed because a small pass says nothing about the cost
-of tokens on a fast GPU, where launching kernels takes longer than computing them.
+Each device's cost is determined by four kinds of passes: a small pass, larger passes of the longest
+rows until they take clearly longer, several passes of short rows in one step, and passes of other
+lengths. All devices run at the same time. The larger passes are needed because a small pass says
+nothing about the cost of tokens on a fast GPU, where launching kernels takes longer than computing
+them.
 
 To test the costs, the global batch is then measured on each device alone, and in the split that
 should be fastest according to the costs. More splits follow while the compute times (own work) in
@@ -61,10 +62,9 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each device that has a layout in `wanted`, all in the same turn.
+        """Return a probe of each device with a layout in `wanted`, if the budget allows all.
 
         The keys of `wanted` are positions; None means that the device has nothing to measure.
-        Return an empty tuple unless the budget allows every probe.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -83,10 +83,7 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes to measure on a device; None if the cost of its passes is known.
-
-        All rows of these passes have the same length.
-        """
+        """Return the next passes to measure on a device; None if their cost is known."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):
             if layout not in tried:
@@ -94,16 +91,13 @@ class TextStage:
         return None
 
     def _passes(self, position: int) -> Iterator[Layout]:
-        """Yield, in order, the passes over rows of one length that determine a device's cost.
-
-        How many there are depends on the measurements so far: passes grow until they show the cost
-        of tokens.
-        """
+        """Yield, in order, the passes over rows of one length that determine a device's cost."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
         yield self._equal_rows(position, middle, tokens)
         tokens *= WIDE
+        # passes grow until they show the cost of tokens
         while self._worth_growing(position, longest, tokens):
             yield self._equal_rows(position, longest, tokens)
             tokens *= WIDE
@@ -114,10 +108,7 @@ class TextStage:
             yield self._equal_rows(position, length, largest)
 
     def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """Return a layout with rows of one length on one device.
-
-        Each of its `passes` has as many rows as fit in `tokens`.
-        """
+        """Return a layout with rows of one length on one device, in passes of up to `tokens`."""
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -128,45 +119,33 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if a larger pass, of `tokens` tokens in rows of `length` tokens, is worth measuring.
-
-        The larger pass must be one that may fit and that a training may use. At least one pass must
-        have been measured on the device. A larger pass isn't worth it in two cases:
-
-        - The slowest measured pass took at least `LONG_ENOUGH` times as long as the fastest one, so
-          the cost of tokens is already known.
-        - The larger pass would take too long.
-        """
+        """True if a larger pass, of `tokens` tokens in rows of `length`, is worth measuring."""
         steps = self._machine.single_passes(position).values()
         if not steps:
             return False
         longest_step = self._budget.time.longest_step()
+        # the cost of tokens is known, or the pass would take too long
         if max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
         limit = self._machine.token_limits[position]
+        # it may fit, and a training may use it
         return tokens <= most * length and not (limit and tokens > limit)
 
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the layout of the global batch on one device, to test the device's cost.
-
-        If that batch ran out of memory before, its passes are smaller. Return None if it was
-        measured or failed already, or if the device can't hold the longest row.
-        """
+        """Return the layout of the global batch on one device, to test its cost, or None."""
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
             return None
         layout = self._machine.layout((position,), self._machine.batch)
+        # smaller passes after running out of memory
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return a probe of the split that should be fastest according to the costs.
-
-        Return an empty tuple if a similar split was measured or the budget doesn't allow a probe.
-        """
+        """Return a probe of the split that should be fastest, unless a similar one was measured."""
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage(Stage.SPLIT)

@@ -1,4 +1,4 @@
-"""Choose the layouts that are worth racing if rows have unequal lengths."""
+"""Chooses the layouts that are worth racing if rows have unequal lengths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TextPolicy:
     def singles(self) -> list[Layout]:
         """Return the layout of the global batch on the device that computes it fastest on its own.
 
-        A device is left out if that layout has failed on it in the race. Return an empty list if no
+        A device on which that layout failed in the race is left out. Return an empty list if no
         device can hold the longest row.
         """
         ran = {}
@@ -64,7 +64,7 @@ class TextPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the last split that exploration measured, and the fastest measured split.
 
-        They may be equal, so the list has up to two layouts.
+        If they are equal, the list has one layout.
         """
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)

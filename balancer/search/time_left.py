@@ -57,7 +57,7 @@ class TimeLeft:
     def growth(self, step_seconds: float) -> float:
         """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
 
-        The factor is for a level curve, which shows nothing about larger batches: in the worst
+        The factor is for a level curve, which shows nothing about larger batches. In the worst
         case, a step takes longer in proportion to the batch. Even then, two steps must fit in a
         fixed part of the time that exploration has left. If steps are so slow that a probe times
         only one, this step may take `BOLD` times the time left. The factor is at least 1, and
@@ -74,8 +74,8 @@ class TimeLeft:
     def longest_step(self) -> float:
         """Return the longest time that a step may take in a probe, in seconds.
 
-        The limit holds for a step of a single device and for a step of a split. A probe whose steps
-        take at most this long leaves time for other probes.
+        It holds for a single device and for a split. A probe whose steps take at most this long
+        leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -83,11 +83,11 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if the next probe should time a single step, whose noise then remains unknown.
+        """True if the next probe should time a single step, because steps of `step_seconds` are
+        slow.
 
-        That is so if measuring the noise would take more than the fraction `part` of the time left,
-        with steps of `step_seconds`. If steps are that slow, knowing the time of several batches to
-        3 % is worth more than knowing the time of a few batches exactly.
+        More steps would show the noise, but take more than the fraction `part` of the time left. It
+        is then better to know the time of several batches to 3 % than the time of a few exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -97,17 +97,13 @@ class TimeLeft:
     def fewest_steps(self, step_seconds: float) -> int:
         """Return the number of steps of the shortest probe that is worth its start.
 
-        It is `LONE_STEPS` if the probe should time a lone step, else `FEWEST_STEPS`.
+        It is `LONE_STEPS` if the probe should time a single step; otherwise, `FEWEST_STEPS`.
         """
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True unless a first step at a new size takes longer than all other steps of its probe.
-
-        If it does, a probe of a single step takes about as long as a probe that also shows its
-        noise.
-        """
+        """True unless a first step at a new size takes longer than all other steps of its probe."""
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property
@@ -134,7 +130,7 @@ class TimeLeft:
 
         With TensorFlow, it is up to 100 steps. It is fitted to the quickest and the slowest step of
         each device alone. The part of a first step that doesn't grow with the step's duration is
-        not tuning but overhead.
+        overhead, not tuning.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
