@@ -91,7 +91,7 @@ class Session(EventThread):
         return report
 
     def stop(self) -> None:
-        """Stop soon, with the best plan until now. Safe to call from any thread or signal handler.
+        """Stop soon, with the best plan so far. Safe to call from any thread or signal handler.
 
         The event Finished then says that the session was interrupted.
         """
@@ -117,10 +117,7 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the search or the session ends.
-
-        Return the error if the journal could no longer be written, and otherwise None.
-        """
+        """Measure until the search or session ends; return the error if the journal fails."""
         try:
             self._loop()
         except UnwrittenError as fault:
@@ -185,11 +182,9 @@ class Session(EventThread):
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """True if the workload's own code raised an exception before any measurement succeeded.
-
-        Such code would fail on every device, so the session ends.
-        """
+        """True if the workload's own code raised an exception before any measurement succeeded."""
         failed = isinstance(seen, Failed) and seen.user_code
+        # such code would fail on every device
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _record_observation(self, seen: Observation) -> None:
@@ -209,10 +204,7 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the speed of the link between devices, if the probe of a split has measured it.
-
-        The monitor and later searches use the saved speed.
-        """
+        """Save the link's speed for later searches, if the probe of a split has measured it."""
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
         devices = tuple(self._job.devices[i] for i in seen.probe.layout.active)
@@ -223,8 +215,7 @@ class Session(EventThread):
     def _check_energy(self, seen: Observation, at: float) -> None:
         """Raise RequestError if the objective needs energy and a device reports none.
 
-        A device is given two successful probes to report its energy. `at` is the time on
-        the session's clock.
+        `at` is the time on the session's clock.
         """
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
@@ -233,6 +224,7 @@ class Session(EventThread):
         timed = [one for one in self._seen if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
             own = [one.watts for one in timed if position in one.probe.layout.active]
+            # a device has two successful probes to report its energy
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
             label = self._job.devices[position].label
@@ -265,16 +257,14 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start two timers that stop running probes when the budget is used up, and return them.
-
-        The first stops all probes, unless one of them is running steps. The second, after the grace
-        period, stops them in any case. There are no timers without a budget, or for a simulated
-        prober, which stops its own probes.
-        """
+        """Start two timers that stop running probes when the budget is used up, and return them."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
+            # a simulated prober stops its own probes
             return []
         spent = self._now()
+        # the first spares a probe that is running steps; the second, after the grace period,
+        # doesn't
         alarms = [
             threading.Timer(
                 max(0.0, budget + GRACE_SECONDS - spent), self._stop_late_probes, (STEPPING,)
@@ -287,11 +277,8 @@ class Session(EventThread):
         return alarms
 
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop all running probes because the budget is used up, unless one is in a `spared` phase.
-
-        If nothing was measured yet, first wait until the workload is built, so that errors in the
-        user's code are reported.
-        """
+        """Stop all probes because the budget is used up, unless one is in a `spared` phase."""
+        # wait until the workload is built, so that errors in the user's code are reported
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
                 return
@@ -311,8 +298,8 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Return the event that ends the session, with the best plan, and write it to the journal.
 
-        Raises NoLayoutError if there is no plan, or UnwrittenError if writing the journal failed
-        before there was one.
+        Raises NoLayoutError without a plan, or UnwrittenError if writing failed before there was
+        one.
         """
         running = tuple(
             one
@@ -351,11 +338,9 @@ class Session(EventThread):
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """Return the duration of the search in seconds.
-
-        If a resumed run had nothing left to measure, return its original duration.
-        """
+        """Return the duration of the search in seconds."""
         if len(self._seen) == self._run.replayed:
+            # a resumed run had nothing left to measure
             return self._run.record.clock_seconds
         return max(0.0, self._now())
 
@@ -382,11 +367,8 @@ def _is_being_built(progress: ProbeProgress) -> bool:
 
 
 def _find_link(job: Job) -> KnownLink | None:
-    """Return the saved speed of the link between the job's devices; None if there is none.
-
-    It applies only to PyTorch, because only PyTorch exchanges gradients by the all-reduces with
-    which links are measured.
-    """
+    """Return the saved speed of the link between the job's devices; None if there is none."""
+    # only PyTorch exchanges gradients by the all-reduces with which links are measured
     if job.simulated or job.framework != "torch":
         return None
     return find_known_link(job.devices, job.driver)

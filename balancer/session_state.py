@@ -1,6 +1,6 @@
 """Combines a session's events into one frozen state, for screens to display.
 
-The plan's rivals (the layouts it is compared with), the devices' curves and the remaining time are
+The plan's rivals (the layouts to compare it with), the devices' curves and the remaining time are
 computed from the state.
 """
 
@@ -28,7 +28,7 @@ class SessionState(msgspec.Struct, frozen=True):
     """What a session has reported so far, with its last `KEPT_OBSERVATIONS` observations.
 
     `running` holds the latest report of each running probe. `belief` is what the search predicts
-    for each device, and `best` is the best layout so far.
+    for each device. `best` is the best layout so far.
     """
 
     run: str = ""
@@ -141,7 +141,7 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """Return the plan's layout or, while the search runs, the best layout until now.
+    """Return the plan's layout or, while the search runs, the best layout so far.
 
     Return None before any layout was measured.
     """
@@ -167,9 +167,9 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the most rows that the device at position `device` has computed in one pass.
+    """Return the most rows that a device has computed in one pass; 0 if nothing ran on it.
 
-    Return 0 if nothing ran on it.
+    `device` is its position.
     """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
@@ -179,7 +179,7 @@ class RatedLayout(NamedTuple):
 
     `batches` has the samples of each device of the request. It is empty for the rival that adds up
     the samples/s of all devices alone. `device` is the label if the layout uses one device of
-    several, and "" otherwise.
+    several; otherwise, "".
     """
 
     kind: RivalKind
@@ -194,8 +194,8 @@ class RatedLayout(NamedTuple):
     def gain_of(self, other: RatedLayout) -> float | None:
         """Return the gain of `other`, such as the plan, over this layout: 0.17 for 17 % faster.
 
-        A gain that was measured in turns is returned as it is. Otherwise it is computed from the
-        rates as they are printed. Return None if the layouts can't be compared.
+        It was measured in turns, or is computed from the rates as they are printed. Return None if
+        the layouts can't be compared.
         """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
@@ -222,7 +222,7 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan, or the best layout until now, followed by the layouts to compare it with.
+    """Return the plan, or the best layout so far, followed by the layouts to compare it with.
 
     Only layouts that were measured are returned.
     """
@@ -234,11 +234,7 @@ def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout of a running search, followed by the layouts to compare it with.
-
-    They are equal shares, the fastest device alone, and the sum of all devices alone. Layouts that
-    haven't been measured yet are left out.
-    """
+    """Return the best layout of a running search, followed by layouts to compare it with."""
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
     solos = _list_solos(state)
@@ -267,11 +263,7 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout can be a rival of the best layout.
-
-    The best layout itself can't, and if it is a single device, the same device with another batch
-    can't either.
-    """
+    """True if a measurement's layout isn't the best layout, nor the same single device."""
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
 
@@ -305,7 +297,7 @@ def plan_rivals(
     that wasn't measured is left out.
 
     The sum adds up the samples/s of all devices alone, each at its fastest batch. With `at_batch`,
-    the sum prefers measurements at the plan's batch.
+    it prefers measurements at the plan's batch.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -327,31 +319,23 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the measurement of one device alone to compare the plan with; None if there is none.
-
-    It is usually the single device that took part in the race. If another device alone was faster
-    at the same batch, it is that device instead. However, a device that was even faster than the
-    plan isn't used, because the machine must have been faster when it was measured. If no single
-    device was in the race, return the fastest device alone. A plan of one device is never compared
-    with that device.
-    """
+    """Return the measurement of one device alone to compare the plan with, if there is one."""
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)
     others = _without_own_device(plan, alone_at_batch(plan).values())
     if not raced:
+        # no single device was in the race
         return max(others, key=_speed, default=None)
     first = raced[0]
     limit = plan.throughput.samples_per_second
     same = [each for each in others if each.layout.global_batch == first.layout.global_batch]
+    # a device that was even faster than the plan was measured when the machine was faster
     slower = [each for each in same if _speed(each) <= limit and _is_comparable(plan, each)]
     return max([first, *slower], key=_speed)
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return the measurements of single devices, except the measurement of the plan's own device.
-
-    If the plan uses several devices, return all of `solos`.
-    """
+    """Return the solo measurements, except those of a plan's only device."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [each for each in solos if _positions(each.layout) != own]
 
@@ -379,21 +363,18 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLay
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of an even split with which the plan is compared.
-
-    If the plan is an even split too, the name says that this one has a larger or smaller batch.
-    """
+    """Return the name of the even split with which the plan is compared."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return "even split"
+    # the plan is an even split too
     return f"even split, {'larger' if batch > sum(own) else 'smaller'} batch"
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s that one device alone reached at the batch of `single`.
+    """Return the highest samples/s that another measurement reached at the batch of `single`.
 
-    Measurements of the plan's own devices don't count. If `single` itself was at least as fast,
-    return 0.
+    Return 0 if no device alone was faster than `single`.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
@@ -402,6 +383,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
         for each in plan.evidence
         if each.kind == "one_device"
         and each.layout.global_batch == single.layout.global_batch
+        # not the plan's own devices
         and _positions(each.layout) != _positions(plan.layout)
     ]
     most = max(same, default=0.0)
@@ -425,7 +407,7 @@ def best_alone(plan: Plan) -> dict[int, Evidence]:
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
     """Return the measurement of each device alone at the plan's batch, by position.
 
-    A device that didn't run at the plan's batch has its measurement at its fastest batch.
+    A device that didn't run at that batch has its measurement at its fastest batch.
     """
     batch = plan.layout.global_batch
 
@@ -456,10 +438,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of the devices' samples/s alone, as one layout in a tuple.
-
-    Return an empty tuple for fewer than two devices.
-    """
+    """Return the sum of the devices' samples/s alone, as a tuple; empty for fewer than two."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -507,10 +486,7 @@ def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Return (batch, samples/s) of each measurement of one device alone, sorted by batch.
-
-    `device` is its position. Measurements with knobs or with rows of one length are left out.
-    """
+    """Return (batch, samples/s) of each measurement of one device alone, sorted by batch."""
     alone = [
         each
         for each in timed(state)

@@ -65,8 +65,8 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
     `seconds` is the step's duration, and `first_seconds` the duration of the step before. The
     variance is pooled from two sources: the usual variance of steps (`LONE_ERROR`), and the
-    difference of these two steps. If the first step took over 20 % longer, it also traced or tuned
-    kernels, and the difference isn't used.
+    difference of these two steps. A first step that took over 20 % longer also traced or tuned
+    kernels, so the difference isn't used then.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
@@ -87,8 +87,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of the interval of a step that was timed only once.
 
-    Each of `differences` is the relative difference of two steps. `fitted` is the number of degrees
-    of freedom that are lost because parameters were fitted to the differences.
+    `differences` are relative differences of two steps. `fitted` parameters were fitted to them, so
+    as many degrees of freedom are lost.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
@@ -101,8 +101,8 @@ def relative_half_width(interval: Interval) -> float:
 
 
 def is_known(*intervals: Interval) -> bool:
-    """True if all of these samples/s are precise enough to be compared.
+    """True if all of these samples/s have a relative error of at most `UNKNOWN`.
 
-    That is the case if their relative error is at most `UNKNOWN`.
+    They are then precise enough to be compared.
     """
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in intervals)

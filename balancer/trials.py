@@ -94,9 +94,9 @@ def choose_layout(
 ) -> Layout:
     """Return the layout that gives `batches` to the devices at `positions`, in that order.
 
-    `devices` is the number of devices. If `positions` is None, the first devices are used. If
-    `micro` is given, it has the maximum rows per pass for each batch; otherwise each batch is one
-    pass. Raises RequestError if the arguments don't fit together.
+    `devices` is the number of devices. If `positions` is None, the first devices are used. `micro`
+    has the maximum rows per pass for each batch; if it is empty, each batch is one pass. Raises
+    RequestError if the arguments don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(
@@ -156,11 +156,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock the job's devices and yield a prober for the job.
-
-    If `positions` is given, only the devices at these positions are locked. Leaving the context
-    closes the prober and releases the devices.
-    """
+    """Lock the job's devices, or only those at `positions`, and yield a prober for the job."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -208,15 +204,15 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one probe. Return its observation, or None if `stop` was set before the probe ended."""
+    """Run one probe; return its observation, or None if `stop` was set before the probe ended."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """Return the measurement, or None if `seen` is None because the probe was stopped.
+    """Return the measurement, or None if the probe was stopped.
 
-    Raises NoLayoutError if the batch doesn't fit or the training failed. The error names the device
-    from `devices`, the devices of the job.
+    `devices` are the job's devices. Raises NoLayoutError if the batch didn't fit or the training
+    failed.
     """
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
@@ -234,10 +230,9 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Time each device alone at its share of the layout, and return the devices' samples/s.
+    """Time each device alone at its share for `seconds`, and return the devices' samples/s.
 
-    Each measurement takes `seconds`. The value is None for an unused device, and if a device's
-    measurement failed or was stopped.
+    The value is None for an unused device, and if a measurement failed or was stopped.
     """
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -271,8 +266,8 @@ class LargestSizes(msgspec.Struct, frozen=True):
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
     """The size of the largest model, in parameters, that AdamW can train in float32.
 
-    `lora` and `qlora` are the sizes of the largest frozen models with trained adapters
-    on their layers.
+    `lora` and `qlora` are the sizes of the largest frozen models with trained adapters on their
+    layers.
     """
 
     lora: LargestSizes
@@ -320,7 +315,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     def write_rest(self) -> str:
         """Return how long a search takes, and the largest model that fits, as text.
 
-        The text leaves out what is unknown, and ends with the note that no result was saved.
+        What is unknown is left out. The text ends with the note that no result was saved.
         """
         sentences = []
         if self.budget_seconds is not None:
@@ -345,11 +340,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 
 
 def _limit_to_first_device(job: Job) -> Job:
-    """Return the job for its first device alone.
-
-    The job's fixed global batch, if any, is replaced by a maximum: one device's share of that batch
-    in an even split.
-    """
+    """Return the job for its first device alone."""
     machine = job.machine
     request = job.request
     if machine is not None:
@@ -357,6 +348,7 @@ def _limit_to_first_device(job: Job) -> Job:
             machine, devices=machine.devices[:1], limits=machine.limits[:1]
         )
     if request.global_batch is not None:
+        # the device's share of the fixed batch in an even split
         most = max(1, request.global_batch // len(job.devices))
         request = msgspec.structs.replace(request, global_batch=None, max_global_batch=most)
     return msgspec.structs.replace(job, request=request, devices=job.devices[:1], machine=machine)
@@ -369,11 +361,9 @@ def _measure_first_batches(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Return the measurements of a search's first batches on one device.
+    """Return the measurements of a search's first batches on one device; fewer if stopped.
 
-    The list is shorter, or empty, if `stop` is set meanwhile. Raises NoLayoutError if no step ended
-    within the budget, or if no batch fits. In the second case, the error names the `largest` model
-    that would fit.
+    Raises NoLayoutError if no step ended within the budget, or if no batch fits.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -393,6 +383,7 @@ def _measure_first_batches(
             what or f"No step ended within {budget:g} s.", "Give a longer --budget."
         )
     if not stop.is_set():
+        # the error names the largest model that would fit
         raise _refuse_memory(alone.devices[0], largest)
     return []
 
@@ -401,8 +392,7 @@ def _measure_first_batches(
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
     """Set `stop` after `seconds`, unless the `with` block ends earlier or `seconds` is None.
 
-    Yield an event that is set only if the time ran out, so that the caller can tell a timeout from
-    a stop by the user.
+    Yield an event that is set only by the timeout, and not by a stop of the user.
     """
     over = threading.Event()
 
@@ -422,10 +412,9 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Run the search's first probes for a short time, and return the successful measurements.
+    """Run the search's first probes for a short time, and return up to `BATCHES` measurements.
 
-    `watch` is called with the progress of each probe. The list is shorter than `BATCHES` if `stop`
-    is set or no more batches fit. Raises NoLayoutError if the workload fails.
+    `watch` is called with the progress of each probe. Raises NoLayoutError if the workload fails.
     """
     search = make_search(alone)
     timed: list[Timed] = []
@@ -445,10 +434,7 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error that says that not even one sample fits on the device.
-
-    If `largest` is given, the error also names the largest models that the devices could train.
-    """
+    """Return the error that not even one sample fits, with the `largest` models that would."""
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
         return NoLayoutError(none, "Free some of its memory.")

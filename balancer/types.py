@@ -1,8 +1,8 @@
 """The data types of a session: what can be measured, and what was observed.
 
-They are frozen, and compute nothing but simple arithmetic. Devices are given by their
-positions in the request (0 to K-1 for K devices); the caller of a session knows which device
-is at each position.
+They are frozen, and compute nothing but simple arithmetic. Devices are given by their positions in
+the request (0 to K-1 for K devices). The caller of a session knows which device is at each
+position.
 """
 
 from __future__ import annotations
@@ -126,17 +126,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def by_rows(self) -> bool:
-        """True if a share is a number of rows, taken in the order of the data.
+        """True if each device gets a fixed number of rows, in the order of the data.
 
         False if rows are assigned by the cost of their length, or if all have one length.
         """
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which a device computes its share.
-
-        Return 0 for an unused device.
-        """
+        """Return the number of passes in which a device computes its share; 0 if it is unused."""
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
@@ -144,20 +141,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
     """Return the layout in which only the device at `position` trains, with `batch` samples.
 
-    `devices` is the number of devices. The samples are computed in passes of at most `micro` rows,
-    unless `micro` is 0 or at least `batch`.
+    `devices` is the number of devices. Passes have at most `micro` rows. If `micro` is 0 or at
+    least `batch`, there is a single pass.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Return a solo layout if only one device has samples, and a split otherwise.
+    """Return a solo layout if only one device has samples; otherwise, a split.
 
-    `shares` and `micro` have one entry per device. Samples are computed in passes of at most
-    `micro` rows, or in one pass if `micro` is empty. In the layout, `micro` is reduced to the rows
-    of the largest pass, and is empty if every share is one pass. Layouts with the same passes are
-    therefore equal.
+    `shares` and `micro` have one entry per device. Passes have at most `micro` rows; if it is
+    empty, each share is one pass. In the layout, `micro` is reduced to the rows of the largest
+    pass, and is empty if every share is one pass. Layouts with the same passes are therefore equal.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -204,7 +200,7 @@ Doubt = Literal[  # in the order in which they are reported
 class MeasurementDoubt(msgspec.Struct, frozen=True):
     """A reason to doubt a measurement. `evener.balancer.result` writes its text and remedy.
 
-    The doubt "changed" is about several measurements of one layout, which differ.
+    The doubt "changed" is about several measurements of one layout that differ.
     """
 
     code: Doubt
@@ -241,8 +237,8 @@ class Power(msgspec.Struct, frozen=True):
 class PartSeconds(msgspec.Struct, frozen=True):
     """Parts of one device's step besides its compute time (own work), in seconds; None if unknown.
 
-    The parts may overlap. For example, a process that is starved of cores also fetches
-    its rows late.
+    The parts may overlap. For example, a process that is starved of cores also fetches its rows
+    late.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -365,8 +361,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
     """A layout that didn't fit in memory.
 
-    `devices` are the positions of the devices that ran out of memory; empty if the framework
-    didn't name them.
+    `devices` are the positions of the devices that ran out of memory; empty if unknown.
     """
 
     probe: Probe
@@ -394,7 +389,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Return a probe with today's stage, for a probe from a journal up to version 0.1.
+    """Return a probe from a journal up to version 0.1 with today's stage.
 
     The stage "rest" was then a part of "split", and "knobs" a part of "race".
     """
@@ -454,8 +449,8 @@ MEASURED_PART = 1 / 64
 class ModelState(msgspec.Struct, frozen=True):
     """The memory of a model's state in a sharded training, in bytes.
 
-    `state_bytes` are divided among the ranks. Each rank also holds `gathered_bytes`
-    besides its shard.
+    `state_bytes` are divided among the ranks. Each rank also holds `gathered_bytes` besides its
+    shard.
     """
 
     state_bytes: int  # parameters, gradients and the optimizer's state

@@ -73,8 +73,7 @@ class RateGap(msgspec.Struct, frozen=True):
     """The plan's samples/s divided by a rival's, minus 1, with a 95 % interval.
 
     `alternately` is True if the layouts were measured in alternating turns. The gap may then be
-    more precise than the samples/s of each layout, and may differ from the quotient of these
-    samples/s.
+    more precise than the samples/s of either layout, and may differ from their quotient.
     """
 
     value: float
@@ -152,9 +151,9 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    With the cause "longest_part", the split waits for the device with the largest share, which
-    takes too long for it. With "exchange", synchronization takes too long. Times are in seconds per
-    step; None means unknown.
+    With the cause "longest_part", the device with the largest share takes too long, and the others
+    wait for it. With "exchange", synchronization takes too long. Times are in seconds per step;
+    None if unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -167,8 +166,8 @@ class SplitLoss(msgspec.Struct, frozen=True):
 class SumLoss(msgspec.Struct, frozen=True):
     """Why the plan reaches much less than the sum of the samples/s of all devices alone.
 
-    Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
-    the summed speed.
+    Times are in seconds per step. `lost_seconds` is the time that a step takes beyond a step at the
+    summed speed.
     """
 
     # both: the two causes together explain it, and neither does alone
@@ -182,8 +181,8 @@ class SumLoss(msgspec.Struct, frozen=True):
 class UnequalDevices(msgspec.Struct, frozen=True):
     """Two devices of the same product whose speeds differ much at the same batch.
 
-    `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by
-    the slower one's.
+    `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by the
+    slower one's.
     """
 
     fast: str
@@ -195,7 +194,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
 class VerdictDoubt(msgspec.Struct, frozen=True):
     """A reason to doubt the plan's measurements.
 
-    `code` is the reason, and the meaning of `value` depends on it.
+    `code` is the reason. The meaning of `value` depends on it.
     """
 
     code: Doubt
@@ -207,8 +206,8 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """A device, layout, family of layouts or host that the plan doesn't use, and the reason.
 
-    `kind` says whether `name` is a device, a layout and so on. For the kind "request", `detail` is
-    a message about the user's request. Numbers that don't apply to the reason are 0.
+    `kind` says what `name` is, such as a device. For the kind "request", `detail` is a message
+    about the user's request. Numbers that don't apply to the reason are 0.
     """
 
     kind: Literal["device", "layout", "family", "host", "request"]
@@ -252,7 +251,7 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 class Unfinished(msgspec.Struct, frozen=True):
     """A phase before the timed steps that some probes hadn't finished when the search ended.
 
-    `name` is what was imported or built, and `seconds` is the time spent in the phase.
+    `name` is what was imported or built. `seconds` is the time spent in the phase.
     """
 
     phase: str  # importing | loading | building | preparing | warming up
@@ -304,10 +303,11 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer whose statistics are computed over the rows of one pass, such as batch normalization.
+    """A layer, such as batch normalization, whose statistics are computed over the rows of one
+    pass.
 
-    Such statistics don't cover a device's whole share if the share is computed in several passes.
-    `rows` is the number of rows per pass.
+    If a share is computed in several passes, its statistics don't cover the whole share. `rows` is
+    the number of rows per pass.
     """
 
     layer: str

@@ -139,7 +139,7 @@ class SoloStage:
         return self._budget.affords(layout, Stage.RACE, step_seconds)
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round with new batches of the optimistic layout, or a cheap round, or nothing."""
+        """Return a round with new batches of the optimistic layout, or else a cheap round."""
         wanted = self._optimistic
         if wanted is None:
             return ()

@@ -6,8 +6,8 @@ Other programs, on this machine or on other virtual machines of its host, slow w
 tens of percent, each training differently. They don't change the duration of a quick step (the 5th
 percentile of step times) on a core at full speed. So two trainings are compared by their quick
 steps, corrected for the speed of the core (`quick_steps.py`). Quick steps don't contain work that
-isn't in every step, such as writing checkpoints or waiting for late rows. How much longer the
-second training certainly takes for such work is therefore added to its slowdown.
+isn't in every step, such as writing checkpoints or waiting for late rows. The additional time that
+the second training certainly takes for such work is therefore added to its slowdown.
 
 A training's journal has a line for each window, a series of steps. Trainings without quick steps in
 their journals are compared by the means of these windows. A disturbance lasts for several windows,
@@ -71,8 +71,8 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The second run compared with the first.
 
-    A slowdown is the additional time per sample of the second run, relative to the first run's
-    time per sample.
+    A slowdown is the additional time per sample of the second run, relative to the first run's time
+    per sample.
     """
 
     kind: Literal["training", "search"]
@@ -190,9 +190,9 @@ def _mean(
 ) -> _Mean:
     """Return the mean of a metric over a training, with half of its 95 % interval.
 
-    It is computed from blocks of windows of about equal duration. `least` is a lower bound for the
-    mean, so that it can be a divisor.
+    `least` is a lower bound for the mean, so that it can be a divisor.
     """
+    # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
@@ -206,10 +206,10 @@ def _mean(
 def _compare_quick(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's time per sample in quick steps at full core speed, in seconds.
+    """Return each training's seconds per sample in quick steps, and the error of the two's ratio.
 
-    The second result is the half-width of the 95 % interval of the two times' ratio, as a fraction
-    of that ratio. `windows` are the windows of the trainings.
+    The error is half of the 95 % interval, as a fraction of the ratio. `windows` are the windows of
+    the trainings.
     """
     starts = [each.start for each in trainings]
     quick = [
@@ -223,15 +223,10 @@ def _compare_quick(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many more seconds per sample the second training spends on rare work.
-
-    Rare work is work that isn't in every step, such as checkpoints: the parts of a step in `RARE`.
-    Only the certain part of each difference counts. Other programs slow rare work as much as
-    computing, so the means are corrected for that. Return 0 if other programs disturbed a training
-    too much.
-    """
+    """Return how many more seconds per sample the second training certainly spends on rare work."""
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
+    # other programs slow rare work, such as checkpoints, as much as computing
     disturbed = [_find_disturbed(*each) for each in zip(trainings, quick, strict=True)]
     if max(disturbed) > MOST_DISTURBED:
         return 0.0
@@ -245,16 +240,13 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the factor by which other programs slowed a training; at least 1.
-
-    It is the ratio of two compute times (own work): the mean over all steps, and the time of a
-    quick step.
-    """
+    """Return the factor by which other programs slowed a training; at least 1."""
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
         return (sums.seconds - sums.all_between_s + sums.update_s - sums.input_s) / sums.steps
 
+    # the mean compute time over all steps, divided by that of a quick step
     return max(1.0, _mean(windows, _per_sample(work)).value / quick.value)
 
 
@@ -289,8 +281,7 @@ def _compare_phases(
 ) -> list[PhaseDifference]:
     """Return the differences of the parts of a step, such as input, with their intervals.
 
-    Return an empty list if a training's ranks don't report the parts. Parts that take no time in
-    either training are left out.
+    Return an empty list if a training's ranks don't report the parts.
     """
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
@@ -299,6 +290,7 @@ def _compare_phases(
     for name, field in PHASES.items():
         means = [_mean(each, _part(field), 0.0) for each in known]
         if not any(each.value for each in means):
+            # the part takes no time in either training
             continue
         longer = means[1].value - means[0].value
         error = math.hypot(*(each.error for each in means))

@@ -80,7 +80,7 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     """Return the links between these devices as they were last measured, pairs first.
 
-    There is one link for each pair and each larger set that was measured with the default
+    There is one link for each pair, and for each larger set, that was measured with the default
     transport and worked.
     """
     labels = {device.id: device.label for device in devices}

@@ -1,10 +1,12 @@
 """Keeps sessions apart: only one session per run, and one per device unless the user allows more.
 
 Locks are the kernel's (flock), so the kernel releases them when the process that holds them exits.
-Sessions of one user lock files in the user's state folder; a file contains the pid and the run of
-its holder. Sessions of different users, or with different state folders, lock the file by which
-the kernel itself shows a device: everybody can read it and nobody can replace it, so nobody can
-tamper with it.
+Sessions of one user lock files in the user's state folder. A file contains the pid and the run of
+its holder.
+
+Sessions of different users, or with different state folders, lock the file by which the kernel
+itself shows a device. Everybody can read this file and nobody can replace it, so nobody can tamper
+with it.
 """
 
 from __future__ import annotations
@@ -120,8 +122,8 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
     """Lock devices against sessions of other users and of other state folders.
 
-    Closing the returned stack releases the devices. Raises DeviceError if one of those sessions
-    has a device.
+    Closing the returned stack releases the devices. Raises DeviceError if such a session has a
+    device.
     """
     with ExitStack() as held:
         for device in devices:
@@ -133,8 +135,8 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
     """Lock one of this user's files until `held` is closed, and write `note` into it.
 
-    Return None on success, and the holder's note if another process has the lock. Raises
-    RequestError if the file can't be written.
+    Return the holder's note if another process has the lock; otherwise, None. Raises RequestError
+    if the file can't be written.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -153,10 +155,9 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file until `held` is closed.
+    """Lock a device's kernel file, if it exists and can be locked, until `held` is closed.
 
-    Raises DeviceError if another process has the lock. Does nothing if the file is missing or its
-    file system has no locks.
+    Raises DeviceError if another process has the lock.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -184,7 +185,7 @@ def kernel_files(device: Device) -> list[Path]:
 def try_lock(descriptor: int) -> int | None:
     """Try to lock an open file, so that no other process can lock it.
 
-    Return None on success. Otherwise return the pid of the process that holds the lock, or 0 if the
+    Return None on success; otherwise, the pid of the process that holds the lock, or 0 if the
     kernel doesn't report it.
     """
     for _ in range(TRIES):
@@ -215,11 +216,8 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file. Raises BlockingIOError if another process keeps it locked.
-
-    The attempt is repeated, because `is_running` in another process also locks the file
-    for a moment.
-    """
+    """Lock an open file. Raises BlockingIOError if another process keeps it locked."""
+    # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,10 +227,8 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names of what a device's lock covers: the GPU, or each core of a CPU slice.
-
-    Two CPU slices that overlap therefore exclude each other, even if they were sliced differently.
-    """
+    """Return the names of what a device's lock covers: the GPU, or each core of a CPU slice."""
+    # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
 
@@ -245,12 +241,10 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Return the holder of a lock as text, such as " (process 12, run 20261122-…)".
-
-    Fields that evener wouldn't have written are left out, because the file may have been changed.
-    """
+    """Return the holder of a lock as text, such as " (process 12, run 20261122-…)"."""
     pid = note.get("pid")
     run = note.get("run")
+    # the file may have been changed, so fields that evener wouldn't have written are left out
     words = [f"process {pid}"] if isinstance(pid, int) else []
     if (
         isinstance(run, str)

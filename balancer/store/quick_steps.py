@@ -8,9 +8,9 @@ common slope for both trainings (Fisher, Statistical Methods for Research Worker
 The slope is estimated from the differences within each training, with a normal prior, as in
 Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, 3.3).
 
-Different code is slowed differently, so a corrected window is less certain the more it was
-corrected. Windows at full speed aren't corrected and count most. If a training has none of them,
-its interval is wide, so that nothing is claimed.
+Different code is slowed differently, so the more a window was corrected, the less certain it is.
+Windows at full speed aren't corrected and count most. If a training has none of them, its interval
+is wide, so that nothing is claimed.
 
 The functions have no side effects.
 """
@@ -79,9 +79,9 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[list[float]]:
-    """Return how much slower each window's core was than at full speed, as a logarithm.
+    """Return the logarithm of how much slower each window's core was than at full speed.
 
-    The value is 0 at full speed. If the loop's time is unknown in any window, all values are 0.
+    All values are 0 if the loop's time is unknown in any window.
     """
     if not all(window.core_s > 0 for windows in trainings for window in windows):
         return [[0.0] * len(windows) for windows in trainings]
@@ -98,12 +98,11 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) ->
 def _fit_slope(
     times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Return how much longer steps take on slower cores, and the standard error of that.
+    """Return the slope of step times over the slowness of cores, and its standard error.
 
-    It is the slope of `times`, the logarithms of step times, over `slowed`, the logarithms of how
-    much slower the cores were. All trainings have the same slope. Only differences within each
-    training count, because the trainings themselves may differ.
+    `times` and `slowed` are logarithms.
     """
+    # only differences within each training count, because trainings may differ
     squares = products = 0.0
     for own_times, own_slowed in zip(times, slowed, strict=True):
         middle, level = fmean(own_slowed), fmean(own_times)
@@ -118,19 +117,17 @@ def _fit_slope(
 
 
 def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
-    """Return the duration of a training's quick step on CPU cores at full speed.
+    """Return the duration of a training's quick step on cores at full speed.
 
-    A quick step is one as short as the shortest 5 % of a window of steps. `times` has the logarithm
-    of each window's quick step. `slowed` has, per window, the logarithm of how much slower its CPU
-    core was than at full speed. `times` are corrected by subtracting `slope * slowed`, and the
-    result is their weighted median. Other programs only make windows slower. Therefore the spread
-    is taken from the windows below the median, and slow windows count as at most two standard
-    deviations above it.
+    `times` has the logarithm of each window's quick step. `slowed` has the logarithm of how much
+    slower its core was than at full speed.
     """
     spread = SLOPE_SPREAD * slope
     values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]
     weights = [1 / (WINDOW_NOISE**2 + (spread * slow) ** 2) for slow in slowed]
+    # the weighted median of the corrected times
     middle = _find_quantile(values, weights, 0.5)
+    # other programs only make windows slower, so the spread is that of the windows below the median
     deviation = middle - _find_quantile(values, weights, BELOW_ONE_DEVIATION)
     alike = find_correlation([min(value, middle + 2 * deviation) for value in values])
     whole = math.fsum(weights)

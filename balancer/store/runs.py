@@ -165,9 +165,9 @@ def find(name: str) -> str:
 def find_any(name: str) -> str:
     """Return the id of the search or training that `name` refers to.
 
-    `name` is an id, a unique prefix of an id, or `last` for the newest run that began. A run
-    that was killed at once hasn't begun: its folder is empty. Raises RequestError if no run or
-    several runs match.
+    `name` is an id, a unique prefix of an id, or `last` for the newest run that began. A run that
+    was killed at once hasn't begun: its folder is empty. Raises RequestError if no run or several
+    runs match.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -200,8 +200,8 @@ def load_training(run: str) -> RecordedTraining | None:
 def load_noise(name: str) -> NoiseEntry:
     """Return the last noise scale that the training with this name has measured.
 
-    The name `last` means the newest training that has a noise scale. Raises RequestError if
-    there is none.
+    The name `last` means the newest training that has a noise scale. Raises RequestError if there
+    is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
@@ -296,14 +296,14 @@ def load_run(name: str) -> StoredRun:
 def _find_end(record: JournalContents, source: str) -> Finished | None:
     """Return the end of a run with its plan, in today's schema; None if it has no plan.
 
-    For a run that was cut off, the plan is computed from its measurements. `source` names the
-    journal in errors.
+    `source` names the journal in errors.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
         )
     with suppress(NoLayoutError):
+        # the run was cut off
         return msgspec.structs.replace(recover(record), interrupted=True)
     return None
 
@@ -340,11 +340,7 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if the first line of a run's journal was written.
-
-    A session that is killed at once leaves a run without that line. True also if the journal can't
-    be opened, because its reader then reports the error.
-    """
+    """True if the first line of a run's journal was written, or if the journal can't be opened."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -356,6 +352,7 @@ def _has_begun(run: str) -> bool:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return True
         first = stream.readline(LONGEST_LINE_BYTES)
+        # a session that is killed at once leaves a run without that line
         return first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES
 
 
@@ -363,11 +360,7 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
-    """Return the summary of a run.
-
-    A training with a plan is also added to `trainings`, because the summary of the plan's search
-    shows how fast its trainings were.
-    """
+    """Return the summary of a run, and add a training with a plan to `trainings`."""
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
         trouble = "" if state == "running" else f"It was {NEVER_BEGAN}."
@@ -376,6 +369,7 @@ def _summarize(run: str, trainings: Trainings) -> RunSummary:
         training = load_training(run)
         if training is not None:
             if training.start.plan_created:
+                # the summary of the plan's search shows how fast its trainings were
                 trainings[training.start.plan_created].append(training)
             return _summarize_training(training)
         record = journal.read(journal_path(run))
@@ -476,10 +470,10 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the events of a session again; only its journal is needed.
+    """Yield the events of a session again, from its journal alone.
 
     A new search gets the recorded observations, to compute what it predicted. If the run failed,
-    its error is raised at the end, as its session did.
+    its error is raised at the end, as in its session.
     """
     header = record.header
     request = header.request

@@ -27,7 +27,7 @@ SAME = 1e-6  # relative difference between two rates of one plan
 class Trained(msgspec.Struct, frozen=True):
     """The speed of the trainings with one plan that have kept a journal.
 
-    `trainings` is their number. The other values are from the last of these trainings.
+    `trainings` is their number. The other values are from the last of them.
     """
 
     trainings: int
@@ -41,10 +41,7 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return why the last training was slow, as a clause at the end of a sentence.
-
-        If its journal doesn't show why, the clause says so.
-        """
+        """Return a clause that says why the last training was slow, or that it isn't known."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
@@ -86,11 +83,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the causes of a slow training, each as a clause.
-
-    The causes are parts of its steps that aren't computing, such as input, and events: changed
-    shares, and passes that ran out of memory.
-    """
+    """Yield the causes of a slow training as clauses: parts of its steps, and events."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
