@@ -26,7 +26,7 @@ Found = dict[str, dict[str, Any]]
 class Chunks:
     """Runs functions of `module` on `server` for lists of names.
 
-    Such a function calls `say` for each name that it is given.
+    Such a function calls `append_result` for each name that it is given.
     """
 
     def __init__(self, server: RankServer, folder: Path, module: str) -> None:
@@ -86,7 +86,7 @@ def last_error(log: str) -> str:
     return lines[-1] if lines else "it took too long"
 
 
-def say(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
+def append_result(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
     """Append the result of `called` for a name to a file.
 
     If `called` raises, the error is recorded and raised again, which ends the process.

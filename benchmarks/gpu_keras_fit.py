@@ -142,7 +142,7 @@ def run_group(options: argparse.Namespace, kind: str, sizes: Sizes) -> None:
     probed = probe((f"{kind}:0",), sizes, data, options.rank, peers)
     fitted = fit("multiworker", peers, sizes, data)
     if options.rank == 0:
-        say("multiworker", probed, fitted, sizes)
+        print_times("multiworker", probed, fitted, sizes)
     trained = train_few("multiworker", peers, sizes)
     if options.rank == 0:
         say_exact("multiworker", trained, train_few("", (f"{kind}:0",), sizes), sizes)
@@ -153,9 +153,9 @@ def run_towers(kind: str, sizes: Sizes) -> None:
     two = (f"{kind}:0", f"{kind}:1")
     data = make_data(sizes)
     probed = probe(two, sizes, data)
-    say("towers", probed, fit("towers", two, sizes, data), sizes)
+    print_times("towers", probed, fit("towers", two, sizes, data), sizes)
     probed = probe(two[:1], sizes, data)
-    say("plain Keras on one", probed, fit("", two[:1], sizes, data), sizes)
+    print_times("plain Keras on one", probed, fit("", two[:1], sizes, data), sizes)
     trained = train_few("towers", two, sizes)
     say_exact("towers", trained, train_few("", two[:1], sizes), sizes)
 
@@ -347,7 +347,7 @@ def say_exact(name: str, trained: list[Any], alone: list[Any], sizes: Sizes) -> 
     )
 
 
-def say(name: str, probed: float, epochs: list[Epoch], sizes: Sizes) -> None:
+def print_times(name: str, probed: float, epochs: list[Epoch], sizes: Sizes) -> None:
     """Print the times of one engine."""
     first, *later = epochs
     count = len(later)

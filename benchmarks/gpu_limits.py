@@ -157,14 +157,14 @@ def describe(limit: TrainingLimit) -> str:
     )
 
 
-def say_cause(name: str, first: str, limits: Sequence[TrainingLimit]) -> None:
+def print_cause(name: str, first: str, limits: Sequence[TrainingLimit]) -> None:
     """Print whether the limit named first is the cause."""
     named = limits[0].kind.value if limits else ""
     said = "; ".join(map(describe, limits)) or "nothing over 5 %"
     print(f"{'ok  ' if named == first else 'MISS'} {name}: {said}", flush=True)
 
 
-def say_gain(name: str, limit: TrainingLimit | None, true: float) -> None:
+def print_gain(name: str, limit: TrainingLimit | None, true: float) -> None:
     """Print a promised gain next to the true one."""
     if limit is None:
         print(f"MISS {name}: not named; the remedy gave {100 * true:+.0f} %", flush=True)
@@ -186,10 +186,10 @@ def try_loader(devices: Sequence[Device]) -> None:
     layout = solo(1, 0, ROWS)
     seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3))
     limits = find(seen, layout, one)
-    say_cause("slow.py", "input", limits)
+    print_cause("slow.py", "input", limits)
     true = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3, input="device"))
     gain = rate_of(true, layout) / rate_of(seen, layout) - 1
-    say_gain("slow.py, rows at hand", limits[0] if limits else None, gain)
+    print_gain("slow.py, rows at hand", limits[0] if limits else None, gain)
     knobs = [Layout("solo", (ROWS,), knobs=(f"workers{count}",)) for count in WORKERS]
     tried = list(measure(limited_trainings.SLOW_ROWS, one, knobs, turns=2))
     evener = {count: rate_of(tried, each) for count, each in zip(WORKERS, knobs, strict=True)}
@@ -239,7 +239,7 @@ def _name_some(device: Device, cases: Sequence[tuple[str, Case]]) -> None:
         alone = [solo(1, 0, case.micro), solo(1, 0, case.micro // 2)] if case.micro else []
         seen = list(measure(case.code, [device], [*alone, layout], turns=2))
         if any(one.probe.layout == layout for one in seen):
-            say_cause(name, case.first, find(seen, layout, [device]))
+            print_cause(name, case.first, find(seen, layout, [device]))
 
 
 def compare_gains(devices: Sequence[Device]) -> None:
@@ -256,8 +256,8 @@ def compare_gains(devices: Sequence[Device]) -> None:
         seen += measure(case.code, one, [now, other], turns=2)
         true = rate_of(seen, other) / rate_of(seen, now) - 1
         limits = find([each for each in seen if each.probe.layout != other], now, one)
-        say_cause(name, case.first, limits)
-        say_gain(f"{name}, {remedy}", _pick(limits, case.first), true)
+        print_cause(name, case.first, limits)
+        print_gain(f"{name}, {remedy}", _pick(limits, case.first), true)
 
 
 def _pick(limits: Sequence[TrainingLimit], kind: str) -> TrainingLimit | None:
@@ -279,9 +279,9 @@ def try_neighbour(devices: Sequence[Device]) -> None:
         other.kill()
         other.wait()
     limits = find(beside, layout, one)
-    say_cause("a neighbour", "host_starved" if one[0].on_cpu else "neighbour", limits)
+    print_cause("a neighbour", "host_starved" if one[0].on_cpu else "neighbour", limits)
     true = rate_of(alone, layout) / rate_of(beside, layout) - 1
-    say_gain("the neighbour stopped", limits[0] if limits else None, true)
+    print_gain("the neighbour stopped", limits[0] if limits else None, true)
 
 
 def try_exchange(devices: Sequence[Device]) -> None:
@@ -298,11 +298,11 @@ def try_exchange(devices: Sequence[Device]) -> None:
         code = limited_trainings.LARGE_WEIGHTS
         seen = list(measure(code, two, [now, twice, passes], turns=2))
         limits = find(seen, now, two)
-        say_cause(f"exchange, {way}", "exchange", limits)
+        print_cause(f"exchange, {way}", "exchange", limits)
         named = _pick(limits, "exchange")
         for name, layout in (("twice the batch", twice), ("twice the passes", passes)):
             true = rate_of(seen, layout) / rate_of(seen, now) - 1
-            say_gain(f"exchange, {way}, {name}", named, true)
+            print_gain(f"exchange, {way}, {name}", named, true)
     for name in {name for _, variables in ways for name in variables}:
         os.environ.pop(name, None)
 

@@ -222,7 +222,7 @@ TRAIN: dict[str, Callable[[Case, Any, str], None]] = {
 }
 
 
-class Watch:
+class StepRecorder:
     """Records the end of each optimizer step and each failure; starts and stops the neighbour."""
 
     def __init__(self, case: Case) -> None:
@@ -271,13 +271,13 @@ def train(way: str, case: Case) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, case.cap * 2**30 / total) if case.cap else 1.0
         )
-    watch, model, error = Watch(case), make_model(case), ""
-    handle = register_optimizer_step_post_hook(watch.note_step)
+    recorder, model, error = StepRecorder(case), make_model(case), ""
+    handle = register_optimizer_step_post_hook(recorder.note_step)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
             patch.object(
-                PassLimit, "halve", lambda limit, rows, *more: watch.halve(limit, rows, *more)
+                PassLimit, "halve", lambda limit, rows, *more: recorder.halve(limit, rows, *more)
             ),
         ):
             TRAIN[way](case, model, folder)
@@ -285,11 +285,19 @@ def train(way: str, case: Case) -> dict[str, Any]:
         error = f"{type(failure).__name__}: {failure}"[:300]
     finally:
         handle.remove()
-        watch.end()
-    times = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
+        recorder.end()
+    times = [
+        after - before for before, after in zip(recorder.ends, recorder.ends[1:], strict=False)
+    ]
     peak = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
     weights = [each.detach().cpu().clone() for each in model.parameters()]
-    return {"weights": weights, "times": times, "passes": watch.passes, "error": error, "gib": peak}
+    return {
+        "weights": weights,
+        "times": times,
+        "passes": recorder.passes,
+        "error": error,
+        "gib": peak,
+    }
 
 
 def compare(way: str, name: str, calm: dict[str, Any]) -> dict[str, Any]:

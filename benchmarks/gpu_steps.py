@@ -95,7 +95,7 @@ class Llama(nn.Module):  # type: ignore[misc]
         return made
 
 
-class Way:
+class Variant:
     """A model with an optimizer and one of the variants of gradient synchronization."""
 
     def __init__(
@@ -188,11 +188,11 @@ def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotation
 
 def measure(size: Size, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the variants of one model in turns."""
-    every: list[dict[str, Way]] = []
+    every: list[dict[str, Variant]] = []
     profiles: dict[str, tuple[float, str]] = {}
     for _ in range(options.rounds):
         gc.collect()
-        ways = {name: Way(name, size, device, options) for name in options.ways}
+        ways = {name: Variant(name, size, device, options) for name in options.ways}
         for turn in range(options.turns):
             for name in options.ways[:: 1 if turn % 2 else -1]:
                 ways[name].take_turn(options.steps)
@@ -228,7 +228,7 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
     }
 
 
-def compare(every: Sequence[dict[str, Way]], name: str) -> dict[str, Any]:
+def compare(every: Sequence[dict[str, Variant]], name: str) -> dict[str, Any]:
     """Compare each turn with the DistributedDataParallel turn next to it.
 
     Returns the median ratio, the middle half of the ratios, the median of each round, and the
@@ -258,7 +258,7 @@ def _median(figures: Sequence[float]) -> float:
     return round(statistics.median(figures), 4)
 
 
-def say(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
     """Print one line for a model."""
     shown = ", ".join(
         f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}), {row['gib'][way]} GiB"
@@ -289,7 +289,7 @@ def run_rank(options: argparse.Namespace) -> None:
     for number in options.models:
         found.append(measure(MODELS[number] if GPU else SMALL[number], device, options))
         if dist.get_rank() == 0:
-            say(found[-1])
+            print_row(found[-1])
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()

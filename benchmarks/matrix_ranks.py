@@ -17,7 +17,7 @@ import torch._dynamo
 import transformers
 
 import tests.support.trl_programs  # noqa: F401 - the same
-from benchmarks.chunks import say
+from benchmarks.chunks import append_result
 from tests.support.matrix_trainings import train_bare, train_planned
 
 transformers.logging.set_verbosity_error()
@@ -27,7 +27,7 @@ def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
     """Train the cases without evener in this process."""
     torch.set_num_threads(1)
     for name in names:
-        say(folder / "reference_all0.jsonl", name, partial(keep, folder, name))
+        append_result(folder / "reference_all0.jsonl", name, partial(keep, folder, name))
 
 
 def keep(folder: Path, name: str) -> dict[str, Any]:
@@ -41,4 +41,6 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], references: dict[str
     torch.set_num_threads(1)
     for name in names:
         kept = folder / f"{references[name]}.pt"
-        say(folder / f"plan_all{rank}.jsonl", name, partial(train_planned, name, torch.load(kept)))
+        append_result(
+            folder / f"plan_all{rank}.jsonl", name, partial(train_planned, name, torch.load(kept))
+        )

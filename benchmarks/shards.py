@@ -52,7 +52,7 @@ def make_split(rows: Sequence[int], options: argparse.Namespace) -> Split:
     )
 
 
-class Way:
+class Variant:
     """A sharded model with its optimizer, whose steps can be timed."""
 
     def __init__(self, model: Any, split: Split, rows: Sequence[int], dtype: Any) -> None:
@@ -107,7 +107,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
     split = make_split(rows, options)
     uneven = [3.0, *[1.0] * (world - 1)]
     ways = {
-        "fsdp2": Way(
+        "fsdp2": Variant(
             by_fsdp(Decoder(options.width, options.layers), split.device, dtype), split, rows, dtype
         ),
         "shards": shards(split, options, rows, [1.0] * world, dtype),
@@ -136,12 +136,12 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
 
 def shards(
     split: Split, options: Any, rows: Sequence[int], parts: Sequence[float], dtype: Any
-) -> Way:
+) -> Variant:
     """Shard the model by evener, with each block as a unit."""
     model = split.shard(
         Decoder(options.width, options.layers), state=parts, dtype=dtype, units=options.units
     )
-    return Way(model, split, rows, dtype)
+    return Variant(model, split, rows, dtype)
 
 
 def expect(model: Any, options: Any, dtype: Any) -> int:
@@ -179,7 +179,7 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
     try:
         model = split.shard(model, state=parts, dtype=dtype, units=options.units)
         draw(model)
-        way = Way(model, split, split.shares, None)
+        way = Variant(model, split, split.shares, None)
         outcome["losses"] = [way.step() for _ in range(2 if options.one_gpu else 3)]
         held = model.exchange.held
         outcome |= {

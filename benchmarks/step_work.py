@@ -83,7 +83,7 @@ class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
         return found
 
 
-class Way:
+class Variant:
     """A training loop in this process that runs step by step."""
 
     def __init__(self, name: str, size: Size) -> None:
@@ -145,22 +145,22 @@ def _endless(loader: Any) -> Iterator[Any]:
 # ------------------------------------------------------------------ in a rank
 
 
-def take_turn(way: Way, count: int) -> float:
+def take_turn(variant: Variant, count: int) -> float:
     """Train for some steps; return the mean time of a step in seconds."""
     if dist.is_initialized():
         dist.barrier()
     if not GPU:
         began = time.process_time()
-        way.steps(count)
+        variant.steps(count)
         return (time.process_time() - began) / count
     torch.cuda.synchronize()
     began = time.perf_counter()
-    way.steps(count)
+    variant.steps(count)
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / count
 
 
-def count_instructions(way: Way, count: int) -> float:
+def count_instructions(variant: Variant, count: int) -> float:
     """Return the number of bytecode instructions per step in this thread."""
     seen = 0
 
@@ -171,12 +171,12 @@ def count_instructions(way: Way, count: int) -> float:
         return trace
 
     sys.settrace(trace)
-    way.steps(count)
+    variant.steps(count)
     sys.settrace(None)
     return seen / count
 
 
-def count_calls(way: Way, count: int) -> float:
+def count_calls(variant: Variant, count: int) -> float:
     """Return the number of calls of Python and C functions per step in this thread."""
     seen = 0
 
@@ -185,12 +185,12 @@ def count_calls(way: Way, count: int) -> float:
         seen += event in ("call", "c_call")
 
     sys.setprofile(note)
-    way.steps(count)
+    variant.steps(count)
     sys.setprofile(None)
     return seen / count
 
 
-COMMANDS: dict[str, Callable[[Way, int], float]] = {
+COMMANDS: dict[str, Callable[[Variant, int], float]] = {
     "turn": take_turn,
     "instructions": count_instructions,
     "calls": count_calls,
@@ -205,7 +205,7 @@ def obey(name: str, size: str) -> None:
         torch.set_num_threads(1)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("nccl" if GPU else "gloo")
-    way = Way(name, SIZES[size])
+    way = Variant(name, SIZES[size])
     way.steps(WARM_STEPS)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -127,7 +127,7 @@ def alternate(
         for run in runs:
             probes.append(read_probe(run, layout))
             if len(blocks) < options.blocks:
-                ranks.say(str(steps))
+                ranks.send_line(str(steps))
                 blocks.append(read_block(ranks, rows))
     return probes, blocks
 
@@ -170,8 +170,8 @@ def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence
         plan.throughput.samples_per_second,
         " + ".join(str(share.batch) for share in plan.layout.active),
     )
-    walls = [rate.wall for rate in probes]
-    probed, trained = statistics.median(walls), statistics.median(rate.wall for rate in blocks)
+    wall_rates = [rate.wall for rate in probes]
+    probed, trained = statistics.median(wall_rates), statistics.median(rate.wall for rate in blocks)
     low, middle, high = statistics.quantiles(pair_walls(probes, blocks), n=4)
     cpu = [rate.cpu for rate in probes]
     work = f"{statistics.median(pair(cpu, [rate.cpu for rate in blocks])):.3f}" if all(cpu) else "-"
@@ -180,5 +180,5 @@ def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence
         f"{said:,.1f} | {between:.1%} | {probed:,.1f} | {trained:,.1f} | {middle:.3f} | "
         f"{low:.3f} to {high:.3f}"
     )
-    of_plan = f"{statistics.median(walls[:FIRST]) / said:.3f} | {trained / said:.3f}"
+    of_plan = f"{statistics.median(wall_rates[:FIRST]) / said:.3f} | {trained / said:.3f}"
     return f"| {trainer} | {shares} | {figures} | {work} | {of_plan} |"

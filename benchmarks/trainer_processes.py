@@ -75,7 +75,7 @@ class Ranks:
         for process, place in zip(self.processes, self._places, strict=True):
             self._write(process, json.dumps([*words, "--place", str(place)]))
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Send the same line to all processes."""
         for process in self.processes:
             self._write(process, line)

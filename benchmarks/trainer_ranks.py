@@ -68,7 +68,7 @@ def train_sharded(plan: Plan | None, options: argparse.Namespace, _: Done) -> No
     more = {"max_steps": SHARDED_STEPS, "logging_strategy": "steps", "logging_steps": 1}
     trainer = train_huggingface(plan, options, lambda: False, **SHARDED, **more)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    say(
+    send_message(
         {
             "losses": losses,
             "most_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -162,7 +162,7 @@ class Turns:
         self._began = _clocks()
 
     def __call__(self) -> bool:
-        say([now - then for now, then in zip(_clocks(), self._began, strict=True)])
+        send_message([now - then for now, then in zip(_clocks(), self._began, strict=True)])
         stop = sys.stdin.readline() == ""
         self._began = _clocks()
         return stop
@@ -198,7 +198,7 @@ class Clock:
         rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # a probe on the same GPU needs the memory meanwhile
-        say({"steps": self._steps, "cpu_seconds": cpu / self._steps, **rates})
+        send_message({"steps": self._steps, "cpu_seconds": cpu / self._steps, **rates})
         line = sys.stdin.readline()
         self._steps = int(line or 0)
         self._left = self._steps + 1
@@ -210,7 +210,7 @@ def _settle_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def say(figures: Any) -> None:
+def send_message(figures: Any) -> None:
     """Send a message to the parent."""
     sys.stdout.write(f"{MARK}{json.dumps(figures)}\n")
     sys.stdout.flush()
@@ -266,7 +266,7 @@ def read_options(words: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Train until the parent closes the pipe or kills this process."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    say("ready")
+    send_message("ready")
     line = sys.stdin.readline()
     if not line:  # another training run of the comparison has failed
         return

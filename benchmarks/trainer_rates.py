@@ -151,7 +151,7 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
     for group in groups:
         group.ranks.start(group.words)
     for group in groups:
-        group.ranks.say(str(max(2, round(seconds * read_block(group.ranks, 1).wall))))
+        group.ranks.send_line(str(max(2, round(seconds * read_block(group.ranks, 1).wall))))
     rate = Rate(0.0, 0.0, 0)
     for group in groups:
         seen = group.ranks.read()

@@ -168,7 +168,7 @@ def measure_pair(others: Ranks, planned: Ranks, number: int) -> tuple[Times, Tim
 
 def measure_step(ranks: Ranks) -> Times:
     """Run a step on all ranks; return the slowest rank's seconds, and all ranks' CPU seconds."""
-    ranks.say("")
+    ranks.send_line("")
     wall, cpu = zip(*ranks.read(), strict=True)
     return max(wall), sum(cpu)
 

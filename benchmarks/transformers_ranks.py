@@ -22,7 +22,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
-from benchmarks.chunks import say
+from benchmarks.chunks import append_result
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from tests.support.huggingface_programs import make_plan
@@ -80,7 +80,9 @@ def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str,
     torch.set_num_threads(1)
     for name in names:
         given = recipes.get(name)
-        say(folder / "reference_all0.jsonl", name, partial(reference, folder, name, given))
+        append_result(
+            folder / "reference_all0.jsonl", name, partial(reference, folder, name, given)
+        )
 
 
 def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, A
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
-        say(folder / "reorder_all0.jsonl", name, partial(reorder, folder, name, recipe))
+        append_result(folder / "reorder_all0.jsonl", name, partial(reorder, folder, name, recipe))
 
 
 def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
@@ -127,7 +129,9 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, A
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
-        say(folder / f"plan_all{rank}.jsonl", name, partial(planned, folder, name, recipe))
+        append_result(
+            folder / f"plan_all{rank}.jsonl", name, partial(planned, folder, name, recipe)
+        )
 
 
 def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:

@@ -89,19 +89,22 @@ def main() -> None:
     turns = [
         {
             "messages": [
-                {"role": "user", "content": say(draw)},
-                {"role": "assistant", "content": say(draw)},
+                {"role": "user", "content": draw_sentence(draw)},
+                {"role": "assistant", "content": draw_sentence(draw)},
             ]
         }
         for _ in range(128)
     ]
     (folder / "chat").mkdir(exist_ok=True)
     write_lines(folder / "chat" / "train.jsonl", turns)
-    alpaca = [{"instruction": say(draw), "input": "", "output": say(draw)} for _ in range(128)]
+    alpaca = [
+        {"instruction": draw_sentence(draw), "input": "", "output": draw_sentence(draw)}
+        for _ in range(128)
+    ]
     (folder / "alpaca.json").write_text(json.dumps(alpaca))
     write_lines(folder / "alpaca.jsonl", alpaca)
     (folder / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "alpaca.json"}}))
-    (folder / "text.txt").write_text("\n".join(say(draw) for _ in range(600)))
+    (folder / "text.txt").write_text("\n".join(draw_sentence(draw) for _ in range(600)))
     write_preferences(folder, draw)
     write_pairs(folder, draw)
     write_images(folder / "images" / "train", draw)
@@ -147,7 +150,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     tokenizer.save_pretrained(folder)
 
 
-def say(draw: random.Random) -> str:
+def draw_sentence(draw: random.Random) -> str:
     """Return a random sentence of 4 to 20 words."""
     return " ".join(draw.choices(WORDS, k=draw.randint(4, 20)))
 
@@ -163,7 +166,12 @@ def write_pairs(folder: Path, draw: random.Random) -> None:
     home.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", 350), ("validation", 60)):
         rows = [
-            {"sentence1": say(draw), "sentence2": say(draw), "label": i % 2, "idx": i}
+            {
+                "sentence1": draw_sentence(draw),
+                "sentence2": draw_sentence(draw),
+                "label": i % 2,
+                "idx": i,
+            }
             for i in range(count)
         ]
         write_lines(home / f"{split}.jsonl", rows)
@@ -179,9 +187,17 @@ def write_preferences(folder: Path, draw: random.Random) -> None:
     """Write prompts with a preferred and a rejected answer, and answers with ratings."""
     for name in ("pairs", "judged"):
         (folder / name).mkdir(exist_ok=True)
-    pairs = [{"prompt": say(draw), "chosen": say(draw), "rejected": say(draw)} for _ in range(96)]
+    pairs = [
+        {
+            "prompt": draw_sentence(draw),
+            "chosen": draw_sentence(draw),
+            "rejected": draw_sentence(draw),
+        }
+        for _ in range(96)
+    ]
     judged = [
-        {"prompt": say(draw), "completion": say(draw), "label": bool(i % 2)} for i in range(96)
+        {"prompt": draw_sentence(draw), "completion": draw_sentence(draw), "label": bool(i % 2)}
+        for i in range(96)
     ]
     write_lines(folder / "pairs" / "train.jsonl", pairs)
     write_lines(folder / "judged" / "train.jsonl", judged)
@@ -244,7 +260,7 @@ def write_captions(folder: Path, draw: random.Random) -> None:
     for number in range(96):
         level = draw.randint(0, 255)
         Image.new("RGB", (32, 32), (level, 128, 255 - level)).save(folder / f"{number}.png")
-        lines.append({"file_name": f"{number}.png", "text": say(draw)})
+        lines.append({"file_name": f"{number}.png", "text": draw_sentence(draw)})
     write_lines(folder / "metadata.jsonl", lines)
 
 
@@ -255,7 +271,7 @@ def write_kohya(folder: Path, draw: random.Random) -> None:
     for number in range(48):
         level = draw.randint(0, 255)
         Image.new("RGB", (32, 32), (level, 128, 255 - level)).save(images / f"{number}.png")
-        (images / f"{number}.txt").write_text(say(draw))
+        (images / f"{number}.txt").write_text(draw_sentence(draw))
     tokenizer = folder / "kohya_tokenizers" / "openai_clip-vit-large-patch14"
     tokenizer.mkdir(parents=True, exist_ok=True)
     model = folder / "kohya_model"

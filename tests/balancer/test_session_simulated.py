@@ -149,8 +149,8 @@ def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -
     plan = ended(drive(msgspec.structs.replace(PAIR, global_batch=batch))).plan
     active = plan.layout.active
     assert all(share.micro <= share.most <= batch for share in active)
-    walls = [share.most for share in active]
-    solved = solve_shares(read_curves(active), batch, walls, passes=True)
+    limits = [share.most for share in active]
+    solved = solve_shares(read_curves(active), batch, limits, passes=True)
     assert solved
     assert [share.batch for share in active] == pytest.approx(solved, rel=0.03)
     assert not any(share.curve for rival in plan.evidence for share in rival.layout.share)

@@ -194,12 +194,12 @@ def wide_plan(batches: list[int], most: list[int], curve: bool) -> Plan:
     shares = tuple(
         msgspec.structs.replace(
             share,
-            most=wall,
+            most=limit,
             curve=((1.0, 0.01), (100.0, 0.01 + 0.01 * (share.index + 1))) if curve else (),
         )
-        for share, wall in zip(made.layout.share, most, strict=True)
+        for share, limit in zip(made.layout.share, most, strict=True)
     )
-    micros = tuple(min(batch, wall or batch) for batch, wall in zip(batches, most, strict=True))
+    micros = tuple(min(batch, limit or batch) for batch, limit in zip(batches, most, strict=True))
     kind: Kind = "split" if sum(map(bool, batches)) > 1 else "solo"
     return msgspec.structs.replace(
         made, layout=make_layout(kind, shares, tuple(batches), micros=micros)
@@ -227,7 +227,7 @@ def test_the_devices_that_are_left_take_the_whole_batch_within_their_memory(
     assert sum(smaller.batches) == sum(batches)
     for share in smaller.layout.active:
         assert share.micro <= (share.most or share.batch)
-    if all(wall == 0 or wall >= sum(batches) for wall in most):
+    if all(limit == 0 or limit >= sum(batches) for limit in most):
         assert smaller.micros() == smaller.batches
 
 

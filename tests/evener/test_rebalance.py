@@ -62,24 +62,24 @@ def feed(
 def test_solved_shares_hold_their_walls_and_no_row_would_be_done_earlier_elsewhere(
     curves: list[Curve], batch: int, passes: bool, data: st.DataObject
 ) -> None:
-    walls = [data.draw(st.integers(0, batch)) for _ in curves]
-    shares = solve_shares(curves, batch, walls, passes)
+    limits = [data.draw(st.integers(0, batch)) for _ in curves]
+    shares = solve_shares(curves, batch, limits, passes)
     if shares is None:
         assert not passes
-        assert all(walls)
-        assert sum(walls) < batch
+        assert all(limits)
+        assert sum(limits) < batch
         return
     assert sum(shares) == batch
     assert min(shares) >= 1
-    for share, most, wall in zip(shares, pass_rows(shares, walls), walls, strict=True):
-        assert max(split_passes(share, most)) <= (wall or share)
+    for share, most, limit in zip(shares, pass_rows(shares, limits), limits, strict=True):
+        assert max(split_passes(share, most)) <= (limit or share)
     if passes:
         return
-    assert all(share <= (wall or share) for share, wall in zip(shares, walls, strict=True))
+    assert all(share <= (limit or share) for share, limit in zip(shares, limits, strict=True))
     seconds = [curve.seconds(share) for curve, share in zip(curves, shares, strict=True)]
     slowest = seconds.index(max(seconds))
     for i, curve in enumerate(curves):
-        if i != slowest and shares[slowest] > 1 and (not walls[i] or shares[i] < walls[i]):
+        if i != slowest and shares[slowest] > 1 and (not limits[i] or shares[i] < limits[i]):
             assert curve.seconds(shares[i] + 1) >= max(seconds) * (1 - 1e-9)
 
 
@@ -282,7 +282,7 @@ def test_advice_promises_what_the_curves_as_seen_give_and_no_row_would_be_done_e
     if advice is not None:
         assert sum(advice.shares) == sum(shares)
         assert all(
-            share <= (wall or share) for share, wall in zip(advice.shares, most, strict=True)
+            share <= (limit or share) for share, limit in zip(advice.shares, most, strict=True)
         )
         assert advice.gain == pytest.approx(gain)
 

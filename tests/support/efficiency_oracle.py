@@ -80,11 +80,11 @@ def _fastest(machine: Machine, active: tuple[int, ...], batch: int) -> tuple[int
     def fitting(seconds: float) -> list[int]:
         return [
             _most_within(machine, i, seconds, len(active) > 1) if i in active else 0
-            for i in range(len(walls))
+            for i in range(len(largest_batches))
         ]
 
-    walls = [machines.largest(machine, i) for i in range(len(machine.devices))]
-    low, high = 0.0, max(machine.device_seconds(i, walls[i], True) for i in active)
+    largest_batches = [machines.largest(machine, i) for i in range(len(machine.devices))]
+    low, high = 0.0, max(machine.device_seconds(i, largest_batches[i], True) for i in active)
     if sum(fitting(high)) < batch:
         return None
     for _ in range(40):

@@ -117,19 +117,19 @@ def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
     )
 
 
-def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:
+def step_times(device: SimulatedDevice, pass_limit: int, most: int, micro: bool = True) -> Floats:
     """Return the shortest times of a step on one device, for 1 to `most` samples.
 
-    Passes have at most `wall` rows. Time is linear in the number of passes while the rows of a pass
-    stay between two points of the curve, so the best number is the smallest that fits, or one whose
-    passes end at a point. Without `micro` there is only one pass.
+    Passes have at most `pass_limit` rows. Time is linear in the number of passes while the rows of
+    a pass stay between two points of the curve, so the best number is the smallest that fits, or
+    one whose passes end at a point. Without `micro` there is only one pass.
     """
     batch = np.arange(1, most + 1)
-    fewest = -(-batch // wall)
+    fewest = -(-batch // pass_limit)
     counts: list[Whole] = [np.clip(1, fewest, 1)]
     if micro:
         counts = []
-        for size in _pass_sizes(device, wall):
+        for size in _pass_sizes(device, pass_limit):
             near = -(-batch // size)
             counts += [np.clip(near + more, fewest, batch) for more in (-1, 0, 1)]
     milliseconds = np.full(most, np.inf)
@@ -140,13 +140,13 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     return np.asarray(milliseconds / 1000)
 
 
-def _pass_sizes(device: SimulatedDevice, wall: int) -> list[int]:
+def _pass_sizes(device: SimulatedDevice, pass_limit: int) -> list[int]:
     """Return the numbers of rows at which the slope of a pass's time may change."""
     (left, low), (right, high) = device.curve[:2]
     # where the curve's first line, extended, reaches zero
     free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0
     bends = [free_rows, free_rows + 1, *(batch for batch, _ in device.curve)]
-    return list(dict.fromkeys([wall, 1, *(rows for rows in bends if 0 < rows <= wall)]))
+    return list(dict.fromkeys([pass_limit, 1, *(rows for rows in bends if 0 < rows <= pass_limit)]))
 
 
 def _in_passes(device: SimulatedDevice, batch: Whole, passes: Whole) -> Floats:
@@ -285,11 +285,11 @@ def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> T
     times = []
     together = []
     for i, device in enumerate(machine.devices):
-        wall = largest(machine, i)
-        most = wall
+        pass_limit = largest(machine, i)
+        most = pass_limit
         if batch is not None:
-            most = batch if micro and wall else min(wall, batch)
-        alone = step_times(device, wall, most, micro)
+            most = batch if micro and pass_limit else min(pass_limit, batch)
+        alone = step_times(device, pass_limit, most, micro)
         times.append(alone)
         together.append(alone * (1 + device.contention))
     finish = np.unique(np.concatenate(together)) if together else np.zeros(0)

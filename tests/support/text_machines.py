@@ -32,8 +32,8 @@ def lognormal(
 class TextMachine:
     """Devices that train on texts of different lengths.
 
-    `step_s` is the time of a step apart from its passes; `walls` are the largest numbers of tokens,
-    with padding, that a pass can have.
+    `step_s` is the time of a step apart from its passes. A pass of device i can have at most
+    `most_tokens[i]` tokens, with padding.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class TextMachine:
         across_s: float = 0.0,
         hosts: tuple[int, ...] = (),
         noise: float = 0.003,
-        walls: Sequence[int] | None = None,
+        most_tokens: Sequence[int] | None = None,
         lengths: tuple[int, ...] = lognormal(),
     ) -> None:
         self.costs, self.step_s, self.sync_s, self.noise = tuple(costs), step_s, sync_s, noise
         self.across_s, self.hosts = across_s, hosts
-        self.walls = tuple(walls or [1 << 40] * len(costs))
+        self.most_tokens = tuple(most_tokens or [1 << 40] * len(costs))
         self.lengths = lengths
         self._random = random.Random(0)
 
     def problem(self, **options: object) -> Problem:
-        """Return a search problem with the memory that `walls` imply."""
-        memory = tuple(BASE_BYTES + TOKEN_BYTES * wall for wall in self.walls)
+        """Return a search problem with the memory that `most_tokens` imply."""
+        memory = tuple(BASE_BYTES + TOKEN_BYTES * tokens for tokens in self.most_tokens)
         known = {"devices": len(self.costs), "memory_bytes": memory, "hosts": self.hosts}
         return msgspec.convert({**known, **options}, Problem)
 
@@ -100,7 +100,7 @@ class TextMachine:
             if cost
         ]
         seconds, own, works, largest = self._run(layout, ranks, 1 if layout.length else BATCHES)
-        full = tuple(i for i in layout.active if largest[i] > self.walls[i])
+        full = tuple(i for i in layout.active if largest[i] > self.most_tokens[i])
         if full:
             return OutOfMemory(probe, full, "full", 1.0)
         factor = draws.gauss(1, self.noise)

@@ -209,9 +209,13 @@ BELIEF = Belief(
 
 
 def _observed(
-    seen: Observation, probes: int, at_seconds: float, best: Result | None = None, walls: int = 0
+    seen: Observation,
+    probes: int,
+    at_seconds: float,
+    best: Result | None = None,
+    out_of_memory: int = 0,
 ) -> Observed:
-    return Observed(seen, BELIEF, best, probes, walls, at_seconds)
+    return Observed(seen, BELIEF, best, probes, out_of_memory, at_seconds)
 
 
 def make_plan() -> plans.Plan:
@@ -252,7 +256,7 @@ def make_events() -> list[Event]:
     """Return a short search: solos, one out of memory, a split, the even split, the verdict."""
     split = _timed(layout_of((820, 568)), 2127.0, "split")
     best = Result(split.probe.layout, Interval(2127.0, 2118.0, 2136.0), 1)
-    wall = OutOfMemory(Probe(solo(2, 0, 1310), Stage.SOLO, 10.0), (0,), "out of memory", 1.0)
+    ran_out = OutOfMemory(Probe(solo(2, 0, 1310), Stage.SOLO, 10.0), (0,), "out of memory", 1.0)
     first = Probe(solo(2, 0, 64), Stage.SOLO, 10.0)
     return [
         Started("20260922-101320-ab12", ("SIM:0", "SIM:1"), "keras_maxer", 120.0, 0),
@@ -261,7 +265,7 @@ def make_events() -> list[Event]:
         _observed(_timed(solo(2, 0, 64), 683.0), 1, 4.0),
         _observed(_timed(solo(2, 1, 710), 925.0), 2, 5.0),
         _observed(_timed(solo(2, 0, 1024), 1346.0), 3, 11.0),
-        _observed(wall, 4, 12.0, walls=1),
+        _observed(ran_out, 4, 12.0, out_of_memory=1),
         _observed(split, 5, 18.0, best, 1),
         _observed(_timed(layout_of((710, 710)), 1801.0, "race"), 6, 24.0, best, 1),
         Finished(make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0),

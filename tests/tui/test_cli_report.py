@@ -86,7 +86,7 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
         assert wanted in page.text
 
 
-def test_the_memory_wall_is_in_the_first_picture(
+def test_the_memory_limit_is_in_the_first_picture(
     a_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is drawn only if a device ran out of memory."""
@@ -94,8 +94,8 @@ def test_the_memory_wall_is_in_the_first_picture(
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
-    walls = [curve for curve in report.curves if curve.failed_batch is not None]
-    assert Path("report.html").read_text().count("out of memory</text>") == len(walls)
+    failed = [curve for curve in report.curves if curve.failed_batch is not None]
+    assert Path("report.html").read_text().count("out of memory</text>") == len(failed)
     for curve in report.curves:
         assert list(curve.points) == sorted(curve.points)
         assert all(

@@ -114,9 +114,9 @@ def test_the_log_says_what_is_news(events: Any) -> None:
     assert rows[3].news == "+97 % over 64 rows"
     assert rows[5].news == "the fastest so far, +58 %"
     assert rows[6].news == ""
-    wall = _text(probe_lines(rows[4], 80))
-    assert "out of memory" in wall
-    assert "1310 rows" in wall
+    failed_line = _text(probe_lines(rows[4], 80))
+    assert "out of memory" in failed_line
+    assert "1310 rows" in failed_line
     split = _text(probe_lines(rows[5], 80))
     assert "820 rows" in split
     assert "568 rows" in split

@@ -98,7 +98,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     that failed.
     """
     split = layout_of((820, 568), (410, 568))
-    wall = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
+    ran_out = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
     belief = Belief((PredictedCurve(0, (), 410, 512),), "")
     running = (
         ProbeProgress(
@@ -107,7 +107,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     )
     state = SessionState(
         devices=("GPU:0", "GPU:1"),
-        seen=(ObservationEntry(wall, 1.0),),
+        seen=(ObservationEntry(ran_out, 1.0),),
         belief=belief,
         running=running,
     )

@@ -112,9 +112,9 @@ def test_memory_s_end_is_hatched_from_its_batch_on() -> None:
     text = "\n".join(line.text for line in draw_chart(chart, 100, 12))
     assert "memory ends" in text
     row = text.splitlines()[6]
-    wall = frame.left + frame.column(256)
-    assert row[wall + 1] == "╱"
-    assert "╱" not in row[:wall]
+    limit_column = frame.left + frame.column(256)
+    assert row[limit_column + 1] == "╱"
+    assert "╱" not in row[:limit_column]
 
 
 def test_the_cursor_reads_out_every_series_at_its_point() -> None:

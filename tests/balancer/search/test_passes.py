@@ -92,9 +92,9 @@ def curves(draw: st.DrawFn) -> Curve:
 
 @st.composite
 def pass_curves(draw: st.DrawFn) -> PassCurve:
-    curve, wall = draw(curves()), 4 * draw(st.integers(5, 100))
+    curve, pass_limit = draw(curves()), 4 * draw(st.integers(5, 100))
     begins = curve.times[-1] - curve.slope * curve.batches[-1]
-    return PassCurve(curve, wall, wall, -draw(st.floats(-0.5, 1.0)) * begins)
+    return PassCurve(curve, pass_limit, pass_limit, -draw(st.floats(-0.5, 1.0)) * begins)
 
 
 @settings(max_examples=20, deadline=None)
@@ -363,7 +363,7 @@ def test_layouts_of_the_same_passes_are_equal() -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@example(points=[(3, 1.0), (4, 2.0)], wall=3, overhead=1.0)
+@example(points=[(3, 1.0), (4, 2.0)], pass_limit=3, overhead=1.0)
 @given(
     st.lists(
         st.tuples(st.integers(1, 60), st.floats(0.1, 30.0)),
@@ -375,12 +375,16 @@ def test_layouts_of_the_same_passes_are_equal() -> None:
     st.none() | st.floats(0.0, 5.0),
 )
 def test_the_oracle_tries_every_pass_size(
-    points: list[tuple[int, float]], wall: int, overhead: float | None
+    points: list[tuple[int, float]], pass_limit: int, overhead: float | None
 ) -> None:
-    device = card(wall, overhead, list(zip(*map(sorted, zip(*points, strict=True)), strict=True)))
-    every = [min(device.seconds(b, k) for k in range(-(-b // wall), b + 1)) for b in range(1, 49)]
-    assert np.all(oracle.step_times(device, wall, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
-    assert oracle.step_times(device, wall, 48) == pytest.approx(every, rel=0.05)
+    device = card(
+        pass_limit, overhead, list(zip(*map(sorted, zip(*points, strict=True)), strict=True))
+    )
+    every = [
+        min(device.seconds(b, k) for k in range(-(-b // pass_limit), b + 1)) for b in range(1, 49)
+    ]
+    assert np.all(oracle.step_times(device, pass_limit, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
+    assert oracle.step_times(device, pass_limit, 48) == pytest.approx(every, rel=0.05)
 
 
 def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:

@@ -114,7 +114,7 @@ def test_a_small_batch_of_rows_that_are_mostly_cut_to_one_length_has_a_plan(batc
 
 def test_no_pass_is_larger_than_memory() -> None:
     """Devices with little memory have small passes; their share still depends on speed."""
-    machine = TextMachine((FAST, FAST, FAST), walls=(2000, 100_000, 1000))
+    machine = TextMachine((FAST, FAST, FAST), most_tokens=(2000, 100_000, 1000))
     search, seen = machine.searched(global_batch=96)
     best = search.best()
     assert best is not None
@@ -144,7 +144,7 @@ def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes()
                 return OutOfMemory(probe, (0, 1), "full", 1.0)
             return super()._one(probe)
 
-    machine = Surprising((FAST, SLOW), walls=(1500, 1500))
+    machine = Surprising((FAST, SLOW), most_tokens=(1500, 1500))
     search, seen = machine.searched(global_batch=64)
     best = search.best()
     assert best is not None
@@ -153,7 +153,7 @@ def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes()
 
 
 def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
-    machine = TextMachine((FAST, FAST), walls=(400, 450))
+    machine = TextMachine((FAST, FAST), most_tokens=(400, 450))
     search, _ = machine.searched(global_batch=64)
     assert "longer than any device can hold: it has 512 tokens" in (search.why_stopped() or "")
     search.learn_data(Facts(lengths=machine.lengths, longest_row=17))
@@ -162,7 +162,7 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
 
 def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train() -> None:
     """It runs out of memory before its cost is known. The others continue."""
-    search, seen = TextMachine((SLOW, FAST), walls=(100_000, 400)).searched(
+    search, seen = TextMachine((SLOW, FAST), most_tokens=(100_000, 400)).searched(
         global_batch=64, budget_seconds=120.0
     )
     best = search.best()

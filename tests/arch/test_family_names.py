@@ -18,8 +18,8 @@ from tests.support.sources import PACKAGES, REPO, compared, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
 # the second file reads them from plans and journals
-FAMILY_ROOM = ("balancer/families.py", "evener/plan/layout.py")
-OBJECTIVE_ROOM = ("balancer/objectives.py",)
+FAMILY_FILES = ("balancer/families.py", "evener/plan/layout.py")
+OBJECTIVE_FILES = ("balancer/objectives.py",)
 # a search stage and a Keras engine may have the same names
 OTHER_WORDS = {"stage", "engine"}
 OTHER_NAMES = {
@@ -53,24 +53,24 @@ def objectives_in(tree: ast.AST) -> list[int]:
     ]
 
 
-def outside(room: Collection[str]) -> Iterator[Path]:
+def files_outside(own_files: Collection[str]) -> Iterator[Path]:
     for package in PACKAGES:
         for path in files(package):
-            if not str(path.relative_to(REPO)).startswith(tuple(room)):
+            if not str(path.relative_to(REPO)).startswith(tuple(own_files)):
                 yield path
 
 
-def test_nobody_compares_the_names_of_families() -> None:
+def test_no_other_file_compares_the_names_of_families() -> None:
     hits = [
         f"{path.relative_to(REPO)}:{line}"
-        for path in outside(FAMILY_ROOM)
+        for path in files_outside(FAMILY_FILES)
         for line in families_in(parsed(path))
     ]
     assert hits == []
 
 
-def test_nobody_compares_the_names_of_objectives() -> None:
-    paths = outside(OBJECTIVE_ROOM)
+def test_no_other_file_compares_the_names_of_objectives() -> None:
+    paths = files_outside(OBJECTIVE_FILES)
     assert [
         f"{path.relative_to(REPO)}:{line}" for path in paths for line in objectives_in(parsed(path))
     ] == []

@@ -22,7 +22,7 @@ def sources() -> Iterator[tuple[Path, str]]:
         )
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     """Return the top-level folder of a module of evener."""
     parts = module.split(".")
     return f"evener.{parts[1]}" if len(parts) > 1 and parts[1] in INSIDE else parts[0]
@@ -34,11 +34,11 @@ def test_imports_within_a_folder_are_relative() -> None:
     `from evener.balancer.types import Probe` inside balancer/ would look like another folder's.
     """
     wrong = []
-    for path, room in sources():
+    for path, folder in sources():
         for node in nodes(parsed(path)):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                names = {room_of(f"{node.module}.{each.name}") for each in node.names}
-                if room_of(node.module) == room and names == {room}:
+                names = {folder_of(f"{node.module}.{each.name}") for each in node.names}
+                if folder_of(node.module) == folder and names == {folder}:
                     wrong.append(f"{place(path, node.lineno)}: {node.module}")
     assert not wrong
 
@@ -46,14 +46,14 @@ def test_imports_within_a_folder_are_relative() -> None:
 def test_no_relative_import_leaves_its_folder() -> None:
     """No relative import leaves its folder, so an import between folders names the folder."""
     wrong = []
-    for path, room in sources():
-        base = REPO / (room.partition(".")[2] or "evener")
+    for path, folder in sources():
+        base = REPO / (folder.partition(".")[2] or "evener")
         depth = len(path.relative_to(base).parts)
         for node in nodes(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 into = (node.module or node.names[0].name).split(".")[0]
                 if node.level > depth or (
-                    room == "evener" and node.level == depth and into in INSIDE
+                    folder == "evener" and node.level == depth and into in INSIDE
                 ):
                     wrong.append(place(path, node.lineno))
     assert not wrong
