@@ -26,7 +26,7 @@ FEATURES = {  # words in the names of tests and of their cases
     "shares that change": r"rebalanc|shares_change|changes? to the same shares",
     "rows of unequal length": r"lengths?\b|by cost|tokens by|assigned|dealt",
     "resumed, restarted": r"resum|goes_on|go_on|checkpoint|killed|restored|BackupAndRestore",
-    "losses and loops that are refused": r"refused|guard|no_mean|part_kinds|_audit",
+    "losses and loops that are refused": r"refused|guard|no_mean|part_values|_audit",
     "noise scale": r"noise_scale|test_torch_noise",
     "gradient accumulation": r"accumulat|no_sync",
     "FSDP2": r"FSDP2",

@@ -24,6 +24,7 @@ from evener.balancer.store import locks
 from evener.workloads import registry
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
+from tests.support.frameworks import IMPORTED, SLOW_FRAMEWORKS
 from tests.support.keras_start import make_configs
 from tests.support.light_start.device_locks import SYS_VARIABLE, keep_off_the_kernels_files
 from tests.support.light_start.synthetic_entry import add_to
@@ -113,11 +114,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item.path])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze all imported objects, so that garbage collections skip them.
 
-    Scanning them would take a sixth of a test's time.
+    Scanning them would take a sixth of a test's time. Frameworks that test files have imported by
+    now are noted for tests/arch/test_imports.py.
     """
+    session.config.stash[IMPORTED] = sorted(set(SLOW_FRAMEWORKS) & sys.modules.keys())
     gc.collect()
     gc.freeze()
 

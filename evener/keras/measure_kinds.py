@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..errors import RequestError
+from ..training.part_values import SUM, find_fitting
 from .attributes import CallTensors
 from .audit_step import (
     PlainSteps,
@@ -49,10 +50,8 @@ from .part_kinds import (
     OTHER,
     ROWS,
     SAME,
-    SUM,
     PartKinds,
     count_units,
-    find_fitting,
 )
 from .passes import is_seed
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ..training.part_values import SUM
 from .attributes import PlainVariables
 from .equal_draws import are_alike
 from .keras_step import (
@@ -24,7 +25,7 @@ from .keras_step import (
     scale_loss,
     take_rows,
 )
-from .part_kinds import ROWS, SAME, SUM, PartKinds, main_part
+from .part_kinds import ROWS, SAME, PartKinds, main_part
 from .sparse_gradients import PassGradient, without_filler
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator

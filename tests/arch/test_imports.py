@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import evener
+from tests.support.frameworks import IMPORTED
 from tests.support.sources import nodes, parsed
 
 FRAMEWORKS = {"tensorflow", "keras", "torch"}
@@ -155,6 +156,14 @@ def test_a_circle_would_be_found() -> None:
     """The check finds two modules that import each other among others that don't."""
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(imports) == [["b", "c"]]
+
+
+def test_collecting_tests_imports_no_slow_framework(request: pytest.FixtureRequest) -> None:
+    """Test files import TensorFlow, transformers and others inside tests, or name them as text.
+
+    Every worker imports all test files.
+    """
+    assert request.config.stash[IMPORTED] == []
 
 
 WITHOUT = """

@@ -104,7 +104,8 @@ def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, 
     from tests.support.run_parts import judge
 
     module = f"tests.support.run_{module}"
-    server.run(f"{PARTS}.run_twice", folder, module, name, free_port(), ranks=place_ranks(2))
+    given = module, name, free_port()
+    server.run(f"{PARTS}.run_twice", folder, *given, ranks=place_ranks(2), imports=module)
     found = judge(folder)
     return found.kind, found.words
 

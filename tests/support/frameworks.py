@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+# each takes 2 to 5 s of CPU to import, in every worker, if a test file imports it at its top
+SLOW_FRAMEWORKS = ("tensorflow", "keras", "transformers", "lightning", "datasets", "ray")
+IMPORTED = pytest.StashKey[
+    list[str]
+]()  # those that test files had imported once all were collected
+
 
 def skip_without(*names: str) -> None:
     """Skip the test, or the file that is being imported, without these packages."""

@@ -6,6 +6,7 @@ See tests/support/huggingface_programs.py.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import ITEMS, TrainerLoss
+from evener.huggingface.meaning import _find_together
 from evener.huggingface.passes import weigh_passes
 from evener.huggingface.rows import check_setup, find_lengths
 from evener.huggingface.shards import check_shards
@@ -275,6 +277,22 @@ def items_on_device() -> str:
     return str(total.device)
 
 
+def check_without_memory() -> dict[str, str]:
+    """Return the warning and the error of a check of the loss in which memory runs out."""
+
+    def find() -> None:
+        raise torch.OutOfMemoryError
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert _find_together(find, keeps_launcher=False, in_shards=False) is None
+    in_shards = sentence(lambda: _find_together(find, keeps_launcher=False, in_shards=True))
+    return {
+        "no memory for a check": str(seen[-1].message),
+        "no memory for a check in shards": in_shards,
+    }
+
+
 def refuse_all(folder: Path, rank: int) -> None:
     """Save every error."""
     generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
@@ -301,6 +319,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "lengths": count_tokens(),
         "items": items_on_device(),
         "nothing": refuse_setup(is_fsdp_enabled=True),
+        **check_without_memory(),
         **refuse_checkpoint(folder),
         **resume_bare(folder),
         **load_by_own(folder),

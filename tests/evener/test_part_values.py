@@ -5,11 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.frameworks import skip_without
-
-skip_without("tensorflow")
-
-from evener.keras.part_kinds import SUM, find_fitting, mean_by  # noqa: E402
+from evener.training.part_values import SUM, find_fitting, mean_by
 
 NEAR = 1e-5
 losses = st.floats(0.1, 10.0)
