@@ -371,6 +371,9 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     # bytes of each device that other processes held then; empty: unknown
     short_bytes: tuple[Count, ...] = ()
     goes_on: bool = False  # its children have recovered and needn't start again
+    # memory ran out as the model was built or moved to the device, or in the optimizer's update:
+    # fewer rows wouldn't help
+    fits_no_rows: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):

@@ -203,6 +203,14 @@ class Workload(ABC):
         """
         return ""
 
+    @property
+    def updates(self) -> bool:
+        """True while the optimizer updates the weights, also if that has run out of memory.
+
+        The memory of a step's rows is free by then. False if the workload doesn't know.
+        """
+        return False
+
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory.
 

@@ -469,7 +469,13 @@ class ChildProber:
             with suppress(HostLostError):
                 short_bytes = self._measure_short(key, True)
             return OutOfMemory(
-                probe, devices, failure.detail, elapsed_seconds, short_bytes, key in self._idle
+                probe,
+                devices,
+                failure.detail,
+                elapsed_seconds,
+                short_bytes,
+                key in self._idle,
+                failure.fits_no_rows,
             )
         devices = devices or key.active
         detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"

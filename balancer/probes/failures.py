@@ -98,6 +98,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     output: str = ""  # the whole traceback, or the end of standard error
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
     recovered: bool = False  # memory ran out in a step, and its child can continue
+    fits_no_rows: bool = False  # memory ran out for the model or its optimizer's state
 
     @property
     def lost_a_peer(self) -> bool:
@@ -161,7 +162,15 @@ def error_failure(rank: int, error: ChildError) -> RankFailure:
     own = bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
     user_code = own and not memory and not names_hardware(error.text)
     return RankFailure(
-        rank, "raised", words, memory, gpu, error.traceback, user_code, error.recovered
+        rank,
+        "raised",
+        words,
+        memory,
+        gpu,
+        error.traceback,
+        user_code,
+        error.recovered,
+        error.fits_no_rows,
     )
 
 

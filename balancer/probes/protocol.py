@@ -198,6 +198,8 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
     # memory ran out in a step, and the child is back in its state before that step
     recovered: bool = False
+    # memory ran out for the model or its optimizer's state, so fewer rows wouldn't help
+    fits_no_rows: bool = False
 
 
 Reply = (

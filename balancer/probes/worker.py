@@ -169,10 +169,14 @@ class Worker:
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
         """Release the memory of a failed step, if the step ran out of memory.
 
-        Return `reply`. Its `recovered` is True if this child can continue.
+        Return `reply`. Its `recovered` is True if this child can continue. Its `fits_no_rows` is
+        True if memory ran out before the first step, or in an optimizer's update.
         """
-        if self._workload is None or not error_is_memory(reply.types, reply.text):
+        if not error_is_memory(reply.types, reply.text):
             return reply
+        if self._workload is None:
+            return msgspec.structs.replace(reply, fits_no_rows=True)
+        updates = self._workload.updates
         gc.unfreeze()
         gc.enable()
         seen: BaseException | None = error
@@ -184,7 +188,7 @@ class Worker:
             recovered = self._workload.recover()
         except Exception:
             recovered = False
-        return msgspec.structs.replace(reply, recovered=recovered)
+        return msgspec.structs.replace(reply, recovered=recovered, fits_no_rows=updates)
 
     def _build_workload(self, command: protocol.Build) -> protocol.Built:
         from evener.workloads import registry

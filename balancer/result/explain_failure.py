@@ -71,7 +71,7 @@ def _explain_failures(
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
     budget = header.request.budget_seconds
-    if budget is not None and end.late and _may_fit_in_shards(record):
+    if budget is not None and not end.interrupted and _may_fit_in_shards(record):
         return NoLayoutError(
             f"The budget of {budget:g} s was over before a step in shards was measured. Without "
             f"shards: {'; '.join(failures)}.",

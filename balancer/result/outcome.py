@@ -37,6 +37,10 @@ from .rivals import ComparedLayout, compare_all, find_larger, name_layout, name_
 from .sentences import write_verdict
 
 MIB = 1 << 20
+# fraction by which the peak of a training may exceed the highest peak of its probes: PyTorch's
+# allocator doesn't split a block if less than 1 MiB of it would remain, so equal steps take
+# different amounts in different processes (0.0 to 0.16 % more on two H200s)
+BLOCK_SLACK = 0.002
 
 
 def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
@@ -54,7 +58,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
         framework=header.framework,
         precision=MIXED if "mixed" in knobs else request.precision,
         xla=request.xla or "xla" in knobs,
-        layout=_write_layout(chosen.layout, header.devices, facts, report, chosen=True),
+        layout=_write_chosen(record, chosen.layout, report),
         throughput=_write_throughput(chosen.throughput, chosen.layout, report),
         evidence=_list_evidence(report, header.devices, facts),
         search=_summarize(record, end),
@@ -185,18 +189,32 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
     )
 
 
+def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
+    """Return the plan's entry for the chosen layout.
+
+    It has its devices' throughput curves and, if it is sharded, their memory.
+    """
+    devices, state = record.header.devices, record.facts.state
+    written = _write_layout(layout, devices, record.facts, report)
+    ran = [one for one in record.observations if isinstance(one, Timed)]
+    ran = [one for one in ran if one.probe.layout == layout]
+    curves = report.curves or (((), 0),) * len(devices)
+    shares = []
+    for i, share in enumerate(written.share):
+        curve, most = curves[i]
+        held, peak = _predict_memory(layout, i, ran, state)
+        shares.append(
+            msgspec.structs.replace(share, curve=curve, most=most, held_bytes=held, peak_bytes=peak)
+        )
+    return msgspec.structs.replace(written, share=tuple(shares))
+
+
 def _write_layout(
-    layout: Layout,
-    devices: Sequence[Device],
-    facts: Facts,
-    report: SearchReport,
-    chosen: bool = False,
+    layout: Layout, devices: Sequence[Device], facts: Facts, report: SearchReport
 ) -> PlanLayout:
-    """Return the plan's entry for a layout."""
-    batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
+    """Return the plan's entry for a layout, without curves and memory."""
+    batch, costs = layout.global_batch, layout.costs
     ratios = find_ratios(layout, report.mean_length)
-    # only the chosen layout has throughput curves and memory
-    curves = report.curves if chosen else (((), 0),) * len(devices)
     shares = tuple(
         Share(
             device.id,
@@ -209,9 +227,7 @@ def _write_layout(
             costs[i] if costs else None,
             layout.tokens[i] if layout.tokens else 0,
             device.host,
-            *curves[i],
-            layout.state[i] if layout.state else 0.0,
-            *(_predict_memory(layout, i, turns, facts.state) if chosen else (0, 0)),
+            state=layout.state[i] if layout.state else 0.0,
         )
         for i, device in enumerate(devices)
     )
@@ -220,11 +236,12 @@ def _write_layout(
 
 
 def _predict_memory(
-    layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
+    layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
     """Return a device's bytes of state and its peak bytes in a sharded training; 0 if unknown.
 
-    `position` is the device's position. `turns` are the measurements of the layout.
+    `position` is the device's position; `ran` are all measurements of the layout. The peak is the
+    highest one that was measured, plus `BLOCK_SLACK`.
     """
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
@@ -232,7 +249,8 @@ def _predict_memory(
         round((layout.state[position] if layout.state else 0.0) * state.state_bytes)
         + state.gathered_bytes
     )
-    return held, max((turn.memory_bytes[position] or 0 for turn in turns), default=0)
+    most = max((one.memory_bytes[position] or 0 for one in ran), default=0)
+    return held, round(most * (1 + BLOCK_SLACK))
 
 
 def _write_throughput(interval: Interval, layout: Layout, report: SearchReport) -> Throughput:

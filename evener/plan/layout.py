@@ -85,7 +85,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: float = 0.0
     # bytes of that fraction and of gathered units, by evener's ledger; 0: unknown
     held_bytes: Count = 0
-    # peak memory measured in a step of these shares, including activations; 0: unknown
+    # the highest peak memory measured in steps of these shares, including activations, and 0.2 %
+    # more for the allocator's blocks; 0: unknown
     peak_bytes: Count = 0
 
     @property

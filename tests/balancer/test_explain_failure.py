@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Event, Finished, ProbeProgress
-from evener.balancer.journal import Header, JournalContents, ObservationEntry
+from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
 from evener.balancer.result.judge import SearchEnd
@@ -19,8 +19,10 @@ from evener.balancer.session import Session
 from evener.balancer.types import (
     Belief,
     End,
+    Facts,
     Failed,
     Layout,
+    ModelState,
     Observation,
     OutOfMemory,
     PredictedCurve,
@@ -31,7 +33,7 @@ from evener.balancer.types import (
     solo,
 )
 from evener.balancer.verdict import Unfinished
-from evener.devices.types import Device
+from evener.devices.types import Device, Limit
 from evener.errors import NoLayoutError
 
 HUNG = Unfinished("preparing", "It", 9.0, ("GPU:0",))
@@ -80,6 +82,40 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
         "GPU:0 ran out of memory with 8 samples",
         "GPU:1 failed with 8 samples while building: t.py:3: ValueError: no",
     )
+
+
+@pytest.mark.parametrize("stop", [Stop.OUT_OF_MEMORY, Stop.LATE])
+def test_a_budget_too_short_for_a_step_in_shards_is_not_said_to_be_a_lack_of_memory(
+    stop: Stop,
+) -> None:
+    """3 billion parameters in bfloat16 with adapters, under 6 and 3 GiB.
+
+    Each card ran 4 rows and 1 row with a part of the state, which left too little time to start the
+    children of a whole step.
+    """
+    cards = tuple(
+        msgspec.structs.replace(each, limit=Limit(memory_bytes=size << 30))
+        for each, size in zip(DEVICES, (6, 3), strict=True)
+    )
+    request = Request(devices="gpu:0@6GiB,gpu:1@3GiB", framework="torch", budget_seconds=90.0)
+    header = Header("r", "2026-01-01T00:00:00Z", request, cards, "big.py:build", "torch", "0")
+    entries: list[ObservationEntry | FactsEntry] = [
+        FactsEntry(Facts(state=ModelState(6_282_344_448, 841_512_960)))
+    ]
+    for i in range(2):
+        full = OutOfMemory(Probe(solo(2, i, 1), Stage.SOLO, 1.0), (i,), "full", 1.0)
+        entries.append(ObservationEntry(full, 1.0))
+        for turn, (rows, used) in enumerate(((4, 1_601_177_600), (1, 1_306_675_200))):
+            layout = Layout("part", tuple(rows if i == place else 0 for place in range(2)))
+            memory = tuple(used if i == place else None for place in range(2))
+            probe = Probe(layout, Stage.PART, 1.0, turn)
+            ran = Timed(probe, 0.3, 0.3, 0.3, 5, memory, (None, None), 0.3, 5.0)
+            entries.append(ObservationEntry(ran, 1.0))
+    end = SearchEnd(End(stop), 82.0)
+    fault = explain_no_plan(JournalContents(header, tuple(entries), 0), Belief((), ""), end)
+    assert "doesn't fit" not in fault.message
+    assert "budget of 90 s" in fault.message
+    assert "--budget" in fault.remedy
 
 
 def test_a_failure_that_all_devices_share_is_said_once() -> None:

@@ -85,12 +85,23 @@ def test_a_child_goes_on_where_it_is_what_it_was(where: str, recovers: bool) -> 
     workload.step()
     kept.append(None)  # steps fail from now on
     workload.prepare((4,))
-    assert fail(worker, workload.step).recovered is recovers
+    failed = fail(worker, workload.step)
+    assert failed.recovered is recovers
+    assert failed.fits_no_rows is (where == "optimizer"), "only rows' own memory is less with fewer"
     if recovers:
         kept.clear()
         workload.prepare((4,))
         workload.step()
         assert workload.loss_is_finite()
+
+
+def test_a_model_that_is_too_large_for_its_device_fits_with_no_rows() -> None:
+    """It is known before any rows were computed."""
+
+    def build() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert fail(Worker(), build).fits_no_rows
 
 
 IN_A_GROUP = """

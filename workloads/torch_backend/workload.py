@@ -154,7 +154,7 @@ class TorchWorkload(Workload, StepListener):
         self._steps = 0  # number of steps since `prepare`
         # the error of a group's step that ran out of memory and was completed in smaller passes
         self._short_of_memory = ""
-        self._updates = False  # the optimizer's step is running
+        self._is_updating = False  # the optimizer's step is running
         # bytes allocated as a step began, and the number of steps recorded since `prepare`
         self._held = self._noted = 0
         self._work = Work(0.0, 0.0, 0.0, 0.0)
@@ -256,10 +256,10 @@ class TorchWorkload(Workload, StepListener):
         if not optimizer.state and _on_gpu(self.device):
             torch.cuda.empty_cache()  # as in a training before the optimizer creates its state
         self._phases.enter("update")
-        self._updates = True
+        self._is_updating = True
         self._scaler.step(optimizer)
         self._scaler.update()
-        self._updates = False
+        self._is_updating = False
         self._phases.leave()
         self._count(self._batches.works(batch), passes)
 
@@ -307,6 +307,11 @@ class TorchWorkload(Workload, StepListener):
             self._noted += 1
             self._held = self.memory.held()
 
+    @property
+    def updates(self) -> bool:
+        """True while the optimizer updates the weights, also if that has run out of memory."""
+        return self._is_updating
+
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory; return True if training can go on.
 
@@ -317,7 +322,7 @@ class TorchWorkload(Workload, StepListener):
         - Clearly more memory stays allocated than before the step.
         """
         ended = bool(self._short_of_memory)
-        if self._updates or not self._noted or (self._group and not ended):
+        if self._is_updating or not self._noted or (self._group and not ended):
             return False
         self._loss, self._short_of_memory = None, ""
         self._passes = Passes(self.setup.rank, self.device, lambda _: None)

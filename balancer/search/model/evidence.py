@@ -143,11 +143,14 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
     in_splits: dict[int, int] = {}
     ran: list[int] = []
     full: list[int] = []
+    holds_model = True
     for seen in by_rows:
         layout = seen.probe.layout
         share = layout.pass_rows[position]
         if _out_of_memory(store, position, seen):
             full.append(share)
+            if isinstance(seen, OutOfMemory) and seen.fits_no_rows and layout.traits.alone:
+                holds_model = False
         elif isinstance(seen, Timed):
             if store.leaves_room(position, seen):
                 ran.append(share)
@@ -155,6 +158,8 @@ def _read_memory_use(store: Observations, position: int, by_rows: list[Observati
             if used is not None:
                 points = alone if layout.traits.alone and not layout.in_passes else in_splits
                 points[share] = max(used, points.get(share, 0))
+    if not holds_model and not ran:
+        full.append(1)
     # splits also hold buffers for gradients, so they count only above what ran alone
     largest = max(alone, default=0) if len(alone) > 1 else 0
     beyond = {batch: used for batch, used in in_splits.items() if batch > largest}

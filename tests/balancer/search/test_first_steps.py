@@ -99,3 +99,21 @@ def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
     assert max(full) <= 2
     # both are equally fast, so the smaller memory limits both
     assert min(best.layout.shares) > 0.9 * 574
+
+
+def test_a_device_that_holds_no_model_is_not_asked_for_fewer_rows() -> None:
+    """A start of a large model takes 20 s, and each of these probes would need one."""
+    search = Search(Problem(2, (8 << 30, 5 << 30), budget_seconds=120.0, max_global_batch=64))
+    asked = [0, 0]
+    while probes := search.ask():
+        for probe in probes:
+            asked[1] += bool(probe.layout.shares[1])
+            if probe.layout.shares[1]:
+                search.tell(OutOfMemory(probe, (1,), "full", 2.0, fits_no_rows=True))
+            else:
+                search.tell(_step_on(probe, (8 << 30, 5 << 30)))
+    assert asked[1] == 1
+    best = search.best()
+    assert best is not None
+    assert best.layout.shares[0] > 0
+    assert best.layout.shares[1] == 0

@@ -248,7 +248,7 @@ def test_a_model_that_no_device_holds_gets_a_plan_in_shards(
     for position, share in enumerate(plan.layout.share):
         used = machine.part_bytes(position, share.micro, share.state)
         assert used <= machine.usable_memory_bytes(position)
-        assert share.peak_bytes == used
+        assert used <= share.peak_bytes <= 1.003 * used
         assert 0 < share.held_bytes < used, "without activations"
         assert machine.memory_bytes(position, 1) > machine.usable_memory_bytes(position), (
             "no device holds it all"
