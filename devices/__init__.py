@@ -1,4 +1,4 @@
-"""Find and sample the devices of this machine, and assign them to child processes.
+"""Finds and samples the devices of this machine, and assigns them to child processes.
 
 `types` defines the terms, and `discover` shows how a request is resolved. The sources in `nvidia`,
 `cpu` and `simulated` sample the devices.

@@ -50,9 +50,9 @@ def choose_devices(
 ) -> Discovery:
     """Return the listed devices that the terms name, in the terms' order.
 
-    A term without an index or id selects all `visible` devices. Raises DeviceError if none is
-    visible; `hidden` is the setting that hides them, for the message. The result has a note on each
-    device if other programs use more than 5 % of its memory.
+    A term without an index or id selects all `visible` devices. The result has a note on each
+    device if other programs use more than 5 % of its memory. Raises DeviceError if no device is
+    visible; `hidden` is the setting that hides them, for the message.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -78,8 +78,7 @@ def choose_devices(
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
     """Return the device that `pick` names by its index, its id or a unique prefix of its id.
 
-    Raises RequestError, which lists the available devices, if there is no such device or
-    more than one.
+    Raises RequestError, which lists the available devices, unless exactly one device matches.
     """
     found = _matching(devices, pick)
     if len(found) == 1:
@@ -97,10 +96,10 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
 
-    The argument `variable` is the variable's value. If it is None, the variable isn't set, and all
-    devices are visible. The value's entries are indices or prefixes of ids. If an entry matches no
-    device, that entry and all entries after it are ignored. If a device is named twice, no device
-    is visible. Source: CUDA C++ programming guide, environment variables.
+    `variable` is the variable's value; None if it isn't set, which makes all devices visible. Its
+    entries are indices or prefixes of ids. If an entry matches no device, that entry and all
+    entries after it are ignored. If a device is named twice, no device is visible. Source: CUDA C++
+    programming guide, environment variables.
     """
     if variable is None:
         return tuple(devices)
@@ -160,19 +159,19 @@ class VitalsReader(Protocol):
     def read(self, full: bool) -> Vitals:
         """Return one reading; memory, processes and load are read only if `full`.
 
-        These three take longer to read. A failure of the driver isn't raised but reported as the
-        reading's `trouble`.
+        These three take longer to read. A failure of the driver isn't raised. It is the reading's
+        `trouble`.
         """
 
     def close(self) -> None:
-        """Release the driver. It may be called more than once."""
+        """Release the driver. May be called more than once."""
 
 
 class VitalsWatch:
     """Reads one device's vitals in the background, so that a driver that hangs blocks no caller.
 
-    Each reading has a thread of its own. A missing answer is reported as trouble only if the driver
-    has answered before. Until the first answer, the vitals are empty.
+    Each reading has its own thread. A missing answer is reported as trouble only if the driver has
+    answered before. Until the first answer, the vitals are empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
@@ -185,7 +184,7 @@ class VitalsWatch:
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
-        """Start another reading, and return True; `full` is as in `VitalsReader.read`.
+        """Start another reading; `full` is as in `VitalsReader.read`.
 
         Return False and do nothing if the driver hasn't answered the previous reading yet, or if
         `close` has been called.
@@ -196,9 +195,9 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the driver's latest answer.
+        """Return the driver's latest answer; wait for a pending reading until `until`.
 
-        If a reading is pending, first wait for it until the time `until`, in monotonic seconds.
+        `until` is a time of the monotonic clock in seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -213,7 +212,7 @@ class VitalsWatch:
     def silent_seconds(self) -> float:
         """The seconds since the driver was asked for the pending reading; 0 if none is pending.
 
-        If the reading's thread first had to wait for a busy CPU, that time doesn't count.
+        The time for which the reading's thread had to wait for a busy CPU doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -221,8 +220,8 @@ class VitalsWatch:
     def close(self) -> None:
         """Stop reading, without waiting for the driver.
 
-        A thread closes the reader when the driver has answered a pending call. `close` may be
-        called more than once.
+        A thread closes the reader when the driver has answered a pending call. May be called more
+        than once.
         """
         if not self._closed:
             self._closed = True
@@ -268,9 +267,9 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """The base class of backends; a backend implements one kind of devices.
 
-    A maker's class overrides the methods that its devices support. A process has one instance
-    of each class, which `devices/registry.py` creates. Importing a backend's module must not
-    start a driver.
+    A maker's class overrides the methods that its devices support. A process has one instance of
+    each class, which `devices/registry.py` creates. Importing a backend's module must not start a
+    driver.
     """
 
     # the name in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
@@ -390,7 +389,7 @@ class Backend(Protocol):
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0; else "".
+        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0, or "".
 
         Sessions lock the sysfs file at this address, so that different users don't measure on the
         device at the same time.

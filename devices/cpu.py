@@ -154,7 +154,7 @@ class CpuSource:
 def read_heat() -> tuple[Reading, Reading]:
     """Return the processor's temperature, and the temperature at which it throttles, in °C.
 
-    Both come from its hottest sensor. They are unsupported readings if there is no sensor.
+    Both come from its hottest sensor. Without a sensor, they are unsupported readings.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
@@ -224,7 +224,7 @@ class CpuSlices(Backend):
         return Discovery(tuple(chosen), (note,) if spare else ())
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a plan's slice: cpu/2:0 for the id cpu-0-of-2.
+        """Return how `--devices` names a plan's slice: cpu/2:0 for the id cpu-0-of-2.
 
         Raises PlanError if no slice has such an id.
         """

@@ -1,4 +1,4 @@
-"""Find the devices that `--devices` names, and open the source that samples them.
+"""Finds the devices that `--devices` names, and opens the source that samples them.
 
 Devices that other programs use are detected too, because a measurement taken next to other work is
 valid only while that work continues.
@@ -31,13 +31,14 @@ def discover(
     """Return the devices that `spec`, the value of `--devices`, names, in its order.
 
     If `only_visible`, the terms `auto` and `gpu` select only some devices. On this machine, these
-    are the ones that CUDA_VISIBLE_DEVICES or another maker's variable makes visible; a GPU that is
+    are the ones that CUDA_VISIBLE_DEVICES or another maker's variable makes visible. A GPU that is
     named explicitly is used regardless. On a cluster, they are the ones that Ray reserves for this
     process. `environ` replaces this process's environment.
 
     Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
     exist. Raises DeviceError if GPUs were requested and the driver fails, or if the Ray cluster at
-    `ray_address` (default: RAY_ADDRESS, else this machine's cluster) can't be used.
+    `ray_address` can't be used. The default for `ray_address` is RAY_ADDRESS or, without it, this
+    machine's cluster.
     """
     terms = parse_request(spec)
     variables: Mapping[str, str] = {}
@@ -70,17 +71,14 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return the largest amount of memory in bytes that a device can ever have; None if unknown.
-
-    For a CPU slice, it is the machine's memory, because slices share that memory and more of it may
-    be free later.
-    """
+    """Return the most memory in bytes that a device can ever have; None if unknown."""
     if not device.on_cpu:
         return device.memory_bytes
     if device.host:
         return None
     from .cpu import machine_memory_bytes
 
+    # CPU slices share the machine's memory, and more of it may be free later
     return machine_memory_bytes()
 
 
@@ -112,9 +110,9 @@ SETTLE_READS = 3
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return messages about full devices, and messages about devices that other programs use now.
 
-    A device is full if its free memory is too small: below 5 % of its memory (at least 600 MiB, at
-    most 2 GiB), and also below the device's own limit. Call this before a session starts child
-    processes, which would count as other programs.
+    A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2
+    GiB), and also below the device's own limit. Call this before a session starts child processes,
+    which would count as other programs.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
@@ -130,10 +128,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs compute on a device.
-
-    Return "" if none do, or if the driver doesn't report it.
-    """
+    """Return a message if other programs compute on a device; "" if none do or it is unknown."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -146,10 +141,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message if a device has too little free memory.
-
-    Return "" if the free memory suffices for the device's own limit, or if it is unknown.
-    """
+    """Return a message if a device has too little free memory; "" if it has enough."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""

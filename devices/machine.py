@@ -54,8 +54,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return the seconds per step for synchronizing; 0 for one device.
 
-        `devices` is the number of devices with samples, and `hosts` the number of hosts with such
-        devices.
+        `devices` is the number of devices with samples, and `hosts` the number of their hosts.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -104,7 +103,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def fixed_ms(self) -> float:
         """The milliseconds of a step without rows, estimated from the curve.
 
-        The line through each pair of neighbouring points gives an estimate at 0 rows. The lowest of
+        The line through each pair of neighboring points gives an estimate at 0 rows. The lowest of
         these estimates is used.
         """
         begins = (
@@ -153,8 +152,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def gain(self, processes: int) -> float:
         """Return the combined throughput of `processes` training runs, relative to one run.
 
-        The runs are side by side on this device. Without a `pack_gain` curve, the gain is 1,
-        because the runs then share the device's time.
+        The runs are side by side on this device. Without a `pack_gain` curve, they share the
+        device's time, so the gain is 1.
         """
         points = self.pack_gain
         if not points or processes <= 1:
@@ -199,7 +198,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sharded training on a simulated machine: the memory that sharding saves, and its cost.
 
-    The model's state is divided among the devices, each of which holds a part.
+    Each device holds a part of the model's state.
     """
 
     # parameters, gradients and optimizer state; part of each device's own memory use
@@ -307,9 +306,9 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time, which is the noisiest device's.
+        """Return the relative standard deviation of a step time: that of the noisiest device.
 
-        `shares` has the rows of each device; devices without rows don't count.
+        `shares` has the rows of each device. Devices without rows don't count.
         """
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
@@ -337,16 +336,13 @@ class Machine(msgspec.Struct, frozen=True):
         return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
-        """Return the memory in bytes that a training process can use on a device.
-
-        A memory limit of the device is taken into account.
-        """
+        """Return the bytes that a training process can use on a device, within its limit."""
         own = round(self.devices[position].memory_mib * MIB)
         capped = self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return by how many bytes other processes reduce a device's usable memory at this time."""
+        """Return how many bytes of a device's memory other processes hold at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )

@@ -74,8 +74,8 @@ def find_source_address(host: str) -> str:
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
     """Return the address at which the other hosts can reach this host, which they know as `host`.
 
-    A machine's own name often resolves to loopback (127.0.1.1 on Debian). In that case, return the
-    source address of packets to the other hosts.
+    A machine's own name often resolves to loopback (127.0.1.1 on Debian). Return the source address
+    of packets to the other hosts in that case.
     """
     named = [str(address[0]) for *_, address in resolve(host)]
     others = [find_source_address(other) for other in hosts if other != host]
@@ -89,7 +89,7 @@ class Listener:
     """Listens on a free port of `address`, and on the rendezvous port if that is free.
 
     Other hosts connect to these ports to check that this host can be reached. The kernel accepts
-    the connections; nothing is read from them.
+    the connections. Nothing is read from them.
     """
 
     def __init__(self, address: str) -> None:

@@ -147,7 +147,7 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 def clean_text(text: str) -> str:
     """Return `text` without characters that could control a terminal or reverse its direction.
 
-    The result has at most `LONGEST_COMMAND` characters.
+    It is cut to `LONGEST_COMMAND` characters.
     """
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 

@@ -58,8 +58,8 @@ def name_maker(devices: Iterable[Device]) -> str:
 def kind_of(name: str) -> str:
     """Return the kind of the device with this label or id, such as "gpu" for GPU:0.
 
-    The kind is the prefix in lower case, so "sim-0-t4" gives "sim". The prefix of a GPU's id may
-    instead be one that its maker uses, such as "mig".
+    The kind is the prefix in lower case, so "sim-0-t4" gives "sim". A GPU's id may instead have a
+    prefix of its maker, such as "mig".
     """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 
@@ -91,10 +91,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices with this limit, because this machine has no other devices.
-
-    A note tells the user that the CPU is used; `why` says why there are no other devices.
-    """
+    """Return CPU slices with this limit, and a note why (`why`) there are no other devices."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
@@ -140,7 +137,7 @@ def import_path(inherited: str) -> str:
     """Return the PYTHONPATH for a child process that must import the same evener as this process.
 
     `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
-    that directory comes first. With an editable install, no directory is added: the checkout also
+    that directory comes first. With an editable install, no directory is added. The checkout also
     contains other packages, such as `workloads`, which may clash with the user's.
     """
     home = Path(evener.__file__).resolve().parent.parent

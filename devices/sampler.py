@@ -1,6 +1,6 @@
 """Samples a source in a separate thread, keeps a history, and notifies a subscriber.
 
-If the source hangs, neither readers of the history nor the subscriber are blocked.
+A source that hangs blocks neither the readers of the history nor the subscriber.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sampler:
     """Samples a source at regular intervals, and calls the subscriber with each snapshot.
 
     Both happen in threads of the sampler. The subscriber is never called by two threads at once.
-    Ticks are at whole intervals from the start, and ticks missed by a slow source are skipped.
+    Ticks are at whole intervals from the start. Ticks missed by a slow source are skipped.
     """
 
     def __init__(self, source: Source, interval_seconds: float = 1.0) -> None:
@@ -66,8 +66,7 @@ class Sampler:
         """Set the load of each simulated device: its samples/s and its share of a probe's batch.
 
         `loads` is keyed by the devices' ids. The samples/s are None while unknown. A device that
-        isn't in `loads` becomes idle. With real devices, nothing is done, because their probes
-        report samples/s.
+        isn't in `loads` becomes idle. Does nothing for real devices, whose probes report samples/s.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):
@@ -281,10 +280,8 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the sampled devices that a search may use.
-
-    The monitor shows every GPU, but an environment variable may hide some GPUs from frameworks.
-    """
+    """Return the sampled devices that a search may use."""
     if not devices or devices[0].host:
         return devices
+    # an environment variable may hide some GPUs from frameworks
     return find_backend(devices[0].kind).visible(devices, os.environ)

@@ -5,8 +5,8 @@ RequestError that names the file, the device and the key.
 
 Readings are derived from two properties of a load: `busy`, the fraction of time in which the device
 computes, and `effort`, its samples/s relative to its maximum. `busy` determines what monitors call
-utilization, and `effort` determines most of the power; the temperature follows the power with a
-lag. So a small batch shows 95 % utilization at half the power, as on real GPUs.
+utilization. `effort` determines most of the power. The temperature follows the power with a lag. So
+a small batch shows 95 % utilization at half the power, as on real GPUs.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _Entry(msgspec.Struct, frozen=True):
 def load_machine(path: str | PathLike[str]) -> Machine:
     """Return the machine that the TOML file at `path` describes.
 
-    Raises RequestError, which says what is wrong and where, if the file can't be read
-    or is invalid.
+    Raises RequestError, which says what is wrong and where, if the file can't be read or is
+    invalid.
     """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
@@ -99,7 +99,7 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 def _check_positions(file: MachineFile, source: str) -> None:
     """Raise RequestError if a placement or event refers to a device that doesn't exist.
 
-    Placements must also have different names.
+    Raises RequestError also if two placements have the same name.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
@@ -256,10 +256,7 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading, with the highest memory use in that time.
-
-        Memory isn't averaged, because it isn't released at once.
-        """
+        """Return the mean load since the last reading, with the highest memory use in that time."""
         self._note(now)
         past = self._past
         self._past = []
@@ -275,6 +272,7 @@ class _LoadMeter:
             mean(lambda load: load.busy),
             mean(lambda load: load.effort),
             mean(lambda load: load.watts),
+            # memory isn't released at once
             max(load.memory_bytes for _, load in past),
         )
 
@@ -354,13 +352,11 @@ class SimulatedSource:
         """Do nothing, because this source holds nothing open."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device that trains at this rate, with `share` samples per step.
-
-        The fraction of busy time is the number of steps per second times the seconds per step.
-        """
+        """Return the load of a device that trains at this rate, with `share` samples per step."""
         physics = self.machine.devices[position]
         busy = 0.0
         if samples_per_second and share:
+            # steps per second times seconds per step
             busy = min(
                 1.0,
                 samples_per_second / share * self.machine.device_seconds(position, share, False),
@@ -374,7 +370,7 @@ class SimulatedSource:
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """Return one device's sample for this load.
 
-        `together` is True if several devices train; a device that trains alone has no link traffic.
+        `together` is True if several devices train.
         """
         device = self._devices[position]
         state = self._states[position]
@@ -411,6 +407,7 @@ class SimulatedSource:
             throttled_percent=value(0.0),
             pcie_receive_bytes_per_second=value(moved),
             pcie_send_bytes_per_second=value(moved / 40),
+            # a device that trains alone has no link traffic
             link_receive_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
             link_send_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
             fan_percent=value(round(max(20.0, (state.celsius - AMBIENT_CELSIUS) * 1.6))),

@@ -1,6 +1,6 @@
 """Builds the parts of a snapshot that every source needs: the host's sample and the processes.
 
-The samples/s of processes come from the reports that training processes write, and are assigned to
+The samples/s of processes come from the reports that training processes write. They are assigned to
 the devices of this machine.
 """
 
@@ -39,7 +39,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
 class SnapshotBuilder:
     """Builds a snapshot from a source's samples at each tick. It isn't thread-safe.
 
-    `rates` reads the reports of training processes, and `clock` returns the time in seconds.
+    `rates` reads the reports of training processes. `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SnapshotBuilder:
         """Return the snapshot of this tick.
 
         `notes` are shown to the user. `seen` has the processes that the driver reports, by device
-        id. `host` is the sample of the host; if it is None, the sample is taken now.
+        id. `host` is the sample of the host; None to take it now.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)
@@ -91,8 +91,7 @@ class SnapshotBuilder:
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
         """Return the samples with their samples/s, and a row for each known process on each device.
 
-        A process is known if the driver reports it (`seen`, by device id) or if it writes reports
-        of its own.
+        A process is known if the driver reports it (`seen`, by device id) or if it writes reports.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
@@ -116,7 +115,7 @@ class SnapshotBuilder:
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
     """Return the processes on one device: those the driver lists, then others that write reports.
 
-    `seen` are the processes that the driver lists, and `rates` was computed from the reports.
+    `seen` are the processes that the driver lists. `rates` was computed from the reports.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
@@ -161,7 +160,7 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 class TrainingRates:
     """The samples/s of each training process on each device.
 
-    `read` returns the reports of training processes; it is called at most every
+    `read` returns the reports of training processes. It is called at most every
     `READ_PERIOD_SECONDS`.
     """
 
@@ -244,10 +243,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training's device with the id that belongs to its index on this machine.
-
-    A device that already has an id is returned unchanged.
-    """
+    """Return a training's device with the id that belongs to its index on this machine."""
     if live.id or live.index not in by_index:
         return live
     return msgspec.structs.replace(live, id=by_index[live.index].id)
@@ -258,17 +254,14 @@ def _with_local_ids(
 ) -> Training:
     """Return a training's report with its devices identified by the ids of this machine.
 
-    Devices that have an id already or aren't on this machine stay unchanged. Other devices have
-    only the framework's index, which doesn't count devices hidden by CUDA_VISIBLE_DEVICES. `pids`
-    are the processes that the driver reports, by device id. If the driver reports this process on
-    as many GPUs as there are indices, GPUs and indices are matched in order. Otherwise an index is
-    taken to be the driver's index of a GPU.
+    `pids` are the processes that the driver reports, by device id.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
         rate = training.samples_per_second / max(1, len(seen))
         parts = [LiveDevice(each.id, each.index, 0, rate) for each in seen]
         return msgspec.structs.replace(training, devices=tuple(parts))
+    # only an index of the framework, which doesn't count devices hidden by CUDA_VISIBLE_DEVICES
     unnamed = [live.index for live in training.devices if not live.id]
     bare = sorted({index for index in unnamed if index >= 0})
     if not bare:
@@ -281,14 +274,13 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each index in `bare`, which are indices of the training's framework.
+    """Return the device for each of the framework's indices in `bare`.
 
-    `seen` are the devices on which the driver reports the process. If there are as many such
-    devices as indices, devices and indices are matched in order. Otherwise an index is taken to be
-    the driver's index of a device.
+    `seen` are the devices on which the driver reports the process.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))
     accelerators = [device for device in devices if find_backend(device.kind).own_memory]
+    # otherwise an index is taken to be the driver's
     return {device.index: device for device in accelerators}

@@ -131,8 +131,8 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
     """Return the term for `body`, the text of a device without its kind.
 
-    If the text is an id, its prefix shows the kind. Otherwise the term has the kind and host of the
-    previous term, `before`. Raises RequestError if `before` is None or picks no device.
+    The kind and the host may come from the previous term, `before`. Raises RequestError if the text
+    names no device.
     """
     if "-" in body:
         for backend in all_backends():

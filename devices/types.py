@@ -69,7 +69,7 @@ class Device(msgspec.Struct, frozen=True):
     def usable_memory_bytes(self) -> int | None:
         """The memory that a training process can use on the device, within its limit.
 
-        It is None if both the memory and the limit are unknown.
+        None if both the memory and the limit are unknown.
         """
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
@@ -122,7 +122,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> float | None:
-        """The value if it is current; None otherwise."""
+        """The value if it is current; otherwise, None."""
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
@@ -247,7 +247,7 @@ class Source(Protocol):
     def sample(self) -> Snapshot:
         """Return a snapshot of the current moment.
 
-        It is fast enough to be called every second. All samples must be taken in the same thread.
+        It is fast enough for every second. All samples must be taken in the same thread.
         """
 
     def close(self) -> None:

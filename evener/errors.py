@@ -18,8 +18,8 @@ class EvenerError(Exception):
 
     The message says what is wrong, and the remedy says what to do. Both may quote a plan or a
     driver, and Python prints an exception's text unescaped. Therefore terminal control characters
-    are replaced in them. `kind` names the class in JSON output, and `exit_code` is evener's exit
-    code after this error.
+    are replaced in them. `kind` names the class in JSON output. `exit_code` is evener's exit code
+    after this error.
     """
 
     kind: ClassVar[str] = "error"

@@ -1,7 +1,7 @@
 """Starts one actor on each host, which reserves the host's GPUs and runs evener's code there.
 
-An agent is this process's handle of such an actor. A call to a host that has gone or doesn't
-answer raises HostLostError.
+An agent is this process's handle of such an actor. A call to a host that has gone or doesn't answer
+raises HostLostError.
 """
 
 from __future__ import annotations
@@ -96,23 +96,20 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Wait until the raylet that started this process has exited, then exit, too.
-
-    Ray itself doesn't end this process in that case. The child processes of this process exit with
-    it.
-    """
+    """Wait until the raylet that started this process has exited, then exit, too."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
+    # Ray doesn't end this process itself; its child processes exit with it
     os._exit(1)
 
 
 class Agent:
     """This process's handle of the actor on one host.
 
-    If `reserves`, the actor reserves the host's free GPUs. `generation` says how often the actor
-    has been restarted. If several threads notice that the actor is dead, only the first one
-    restarts it.
+    If `reserves`, the actor reserves the host's free GPUs. `generation` is the number of times that
+    the actor has been restarted. If several threads notice that the actor is dead, only the first
+    one restarts it.
     """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:
@@ -186,9 +183,9 @@ class Agent:
     def restart(self, generation: int) -> bool:
         """Replace the host's dead actor by a new one, and recreate the objects that it kept.
 
-        `generation` is the generation of the dead actor. If another thread has already replaced
-        that actor, nothing is done. Return False if the host has gone, if no new actor can be
-        started, or if the actor has been restarted too often.
+        `generation` is the generation of the dead actor. If another thread has already replaced it,
+        nothing is done. Return False if the host has gone, if no new actor can be started, or if
+        the actor has been restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -294,7 +291,7 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
     """Return an agent for each node; an existing agent is reused if it still answers.
 
     If `reserve`, each agent reserves all GPUs of its node that no other job holds. Raises
-    DeviceError with the name of a host on which no actor can be started.
+    DeviceError, which names the host, if no actor can be started on it.
     """
     agents = []
     for node in nodes:
@@ -325,9 +322,9 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """Run a function on every host at the same time, and return the results by agent.
 
-    The function gets two arguments: the value that `given` has for the host, and the ids of the
-    GPUs that the agent reserves (None if `held` is False). A RequestError from the function is
-    raised here with the name of the host.
+    The function gets two arguments: the host's value in `given`, and the ids of the GPUs that the
+    agent reserves (None if `held` is False). A RequestError from the function is raised here with
+    the name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [

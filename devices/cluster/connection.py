@@ -40,8 +40,9 @@ class Node(msgspec.Struct, frozen=True):
 def connect(address: str = "") -> None:
     """Connect this process to the cluster at `address`; do nothing if it is connected already.
 
-    The default for `address` is RAY_ADDRESS, else this machine's cluster. Raises RequestError if
-    Ray isn't installed, and DeviceError if the cluster doesn't exist or this process can't use it.
+    The default for `address` is RAY_ADDRESS or, without it, this machine's cluster. Raises
+    RequestError if Ray isn't installed, and DeviceError if the cluster doesn't exist or this
+    process can't use it.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")
@@ -103,10 +104,7 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Connect to the cluster in a separate thread, for at most `CONNECT_SECONDS`.
-
-    In the main thread, Ray would wait for a minute and replace the signal handlers.
-    """
+    """Connect to the cluster in a separate thread, for at most `CONNECT_SECONDS`."""
     import ray
     from ray._private import worker
 
@@ -120,6 +118,7 @@ def _join(address: str) -> None:
         except Exception as error:
             faults.append(error)
 
+    # in the main thread, Ray would wait for a minute and replace the signal handlers
     thread = threading.Thread(target=join, name="ray", daemon=True)
     thread.start()
     thread.join(CONNECT_SECONDS)

@@ -70,10 +70,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of CPU slices, so that other jobs of the cluster leave them alone.
-
-    Return a note for each host where other jobs already hold some of these CPUs.
-    """
+    """Reserve the CPUs of CPU slices; return a note for each host where other jobs hold some."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]
@@ -149,11 +146,11 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this kind's devices, the usable ones among them, and environment variables.
+    """Return this kind's devices, the usable ones among them, and variables that hide the others.
 
-    The variables make a program see only the usable devices. `held` has Ray's names for the devices
-    that it reserves for this process. If it is None, all devices are usable, and there are no
-    variables. For the kind "auto", the first kind of accelerator found on this host is used.
+    `held` has Ray's names for the devices that it reserves for this process. If it is None, all
+    devices are usable. For the kind "auto", the first kind of accelerator found on this host is
+    used.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -165,11 +162,9 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the requested devices of all hosts, given each host's answer.
+    """Return the requested devices of all hosts, with notes, given each host's answer.
 
-    The result has notes on hosts and devices that are left out, and on package versions that differ
-    between hosts. Raises DeviceError if no device is left, or if the request names a device that is
-    unavailable.
+    Raises DeviceError if no device is left, or if the request names a device that is unavailable.
     """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
@@ -203,10 +198,7 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes, each preceded by the name of its host.
-
-    A note that several hosts have in common occurs once, preceded by all their names.
-    """
+    """Return the hosts' notes without duplicates, each preceded by the names of its hosts."""
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
         for note in discovery.notes:
@@ -215,10 +207,7 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices to use on all hosts.
-
-    If any host has accelerators, it is their kind; otherwise it is "cpu".
-    """
+    """Return the kind of devices to use on all hosts: accelerators if any host has some."""
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
@@ -226,8 +215,7 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
     """Raise DeviceError if the request names this host, but too few of its devices are available.
 
-    `agent` is the host's agent, and `answer` is what the host found. `own` is the number of devices
-    in the answer that can be used.
+    `answer` is what the host found. `own` is the number of devices in the answer that can be used.
     """
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
@@ -341,9 +329,9 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 class ClusterSource:
     """A source that samples devices on several hosts.
 
-    `open_host` opens the source for one host's devices; it is called on that host. Raises
-    HostLostError if a host doesn't answer at creation. A host that stops answering later is
-    shown as lost.
+    `open_host` opens the source for one host's devices. It is called on that host. Raises
+    HostLostError if a host doesn't answer at creation. A host that stops answering later is shown
+    as lost.
     """
 
     def __init__(
@@ -415,10 +403,8 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of all training processes without duplicates.
-
-    Hosts that are on one machine read the same files, so they have the same reports.
-    """
+    """Return the reports of all training processes without duplicates."""
+    # hosts that are on one machine read the same files
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]
     return tuple(dict(zip(keys, every, strict=True)).values())

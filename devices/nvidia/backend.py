@@ -45,7 +45,7 @@ class NvmlVitals:
     def read(self, full: bool) -> Vitals:
         """Return one reading; memory, processes and load are read only if `full`.
 
-        Driver failures aren't raised but reported in the reading.
+        Failures of the driver aren't raised but reported in the reading.
         """
         nvml = self._nvml
         try:

@@ -98,7 +98,7 @@ class GpuReader:
 
     A new reader is created when the GPU or the driver has come back. The monitor calls `sample`, a
     probe calls `vitals`. These methods and `processes.read` raise only GpuGoneError and
-    DriverGoneError. `parent` is the handle of the parent GPU if the device is a MIG instance.
+    DriverGoneError. For a MIG instance, `parent` is the handle of its GPU.
     """
 
     def __init__(
@@ -208,39 +208,32 @@ class GpuReader:
         )
 
     def _clock_fraction(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest clock.
-
-        The highest clock is usually the highest one that this reader has seen, because many devices
-        never reach the maximum that the driver reports. The driver's maximum is used as long as
-        only low clocks were seen, for example on a device that was idle or always throttled. Return
-        None if the driver doesn't report the current or the highest clock.
-        """
+        """Return the current clock as a fraction of the highest clock; None if one is unknown."""
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
         if clock is None or not highest:
             return None
+        # many devices never reach the driver's maximum; it is used as long as only low clocks were
+        # seen
         if self._reached_mhz >= REACHED * highest:
             highest = self._reached_mhz
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return the clock in MHz of a reading, and remember it if it is the highest so far.
-
-        Return None if the reading isn't current.
-        """
+        """Return a reading's clock in MHz, if it is current, and remember the highest clock."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used, in joules, from the driver's counter (`counted`, in millijoules).
+        """Return the energy used, in joules; None if it is unknown at present.
 
-        On a chip without a counter, the power is integrated over the readings. Return None if the
-        energy is unknown at present.
+        `counted` is the driver's counter, in millijoules.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
+        # a chip without a counter: the power is integrated over the readings
         watts = self._metrics["power"].read_one(now).current
         if watts is None:
             return None
@@ -253,11 +246,9 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled (by heat or a power brake) and the seconds at the power cap.
+        """Return the seconds throttled (heat or power brake) and at the power cap; None if unknown.
 
-        Both come from the driver's counters (`found`, in nanoseconds). On a chip without counters,
-        they are estimated from the throttling reasons at each reading. A number is None if it is
-        unknown.
+        `found` are the driver's counters, in nanoseconds.
         """
         counts = {
             field: reading.current / 1e9
@@ -269,19 +260,17 @@ class GpuReader:
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
             return None, None  # the device has the counters, but doesn't answer at the moment
+        # a chip without counters
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Return estimates of the seconds throttled and the seconds at the power cap.
-
-        If a throttling reason is in one of two successive readings, half of the time between them
-        counts. If it is in both readings, all of that time counts.
-        """
+        """Return estimates of the seconds throttled and the seconds at the power cap."""
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
             return None, None
         mask = int(reasons)
         elapsed = now - self._mask_at
+        # a reason in one of two successive readings counts for half of the time between them
         self._held += elapsed * (bool(mask & HELD_BITS) + bool(self._mask & HELD_BITS)) / 2
         self._capped += elapsed * (bool(mask & CAPPED_BITS) + bool(self._mask & CAPPED_BITS)) / 2
         self._mask = mask
@@ -358,13 +347,11 @@ class GpuReader:
         return used
 
     def _current(self, field: Reading, fallback: str, now: float) -> Reading:
-        """Return `field` if it has a current value; otherwise read the metric `fallback`.
-
-        The fallback is a plain NVML call, which costs more.
-        """
+        """Return `field` if it has a current value; otherwise read the metric `fallback`."""
         return (
             field
             if field.current is not None
+            # a plain NVML call, which costs more
             else first_value(self._metrics[fallback].read_one(now), field)
         )
 
@@ -379,12 +366,10 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return for what percentage of the last seconds the GPU was throttled, and the reasons.
+        """Return the percentage of the last seconds in which the GPU was throttled, and the
+        reasons.
 
-        If there are several reasons, the percentage is the longest-lasting one's, and the reasons
-        are ordered by duration. Reasons below `LEAST_NAMED_PERCENT` are left out. While the
-        percentage isn't known yet, the current reasons are returned. On chips without throttling
-        counters, both are estimated from the current reasons.
+        The reasons are ordered by duration. The percentage is that of the longest-lasting reason.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -401,6 +386,7 @@ class GpuReader:
         rate = first_value(*rates.values())
         if rate.value is not None or rate.state is State.DENIED:
             return rate, ()
+        # a chip without counters, or the first reading
         return self._estimate_throttling(rate, self._reasons_now(now))
 
     def _estimate_throttling(
@@ -408,14 +394,13 @@ class GpuReader:
     ) -> tuple[Reading, tuple[str, ...]]:
         """Return an estimate of the percentage of throttled time, and the current reasons.
 
-        A reason in one of two successive readings counts for half of the time between them, and a
-        reason in both for all of it. `rate` is the reading from the throttling counters. On a chip
-        that has such counters, `rate` is returned instead of an estimate, even if it has no value
-        yet.
+        `rate` is the reading from the throttling counters.
         """
+        # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
         before, self._throttled_before = self._throttled_before, bool(reasons)
+        # a reason in one of two successive readings counts for half of the time between them
         return value(50.0 * (before + bool(reasons))), reasons
 
     def _reasons_now(self, now: float) -> tuple[str, ...] | None:
@@ -429,12 +414,12 @@ class GpuReader:
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Return the bytes per second over PCIe and NVLink, by field of the sample.
 
-        `activity` has the GPM metrics. Values that GPM lacks are computed from
-        the driver's counters.
+        `activity` has the GPM metrics.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found
+        # values that GPM lacks come from the driver's counters
         fields = self._traffic_fields.read(now)
         for field, (name, _, unit) in _TRAFFIC.items():
             counted = self._counters[field].rate(fields[field], now).scaled(unit)
@@ -465,8 +450,8 @@ class GpuProcesses:
     """The processes on one GPU, with their memory and their use of the multiprocessors.
 
     The last answer is kept between readings and during temporary failures. The driver samples the
-    processes' use at intervals. `since` is the time of the newest sample that it has returned, in
-    microseconds of the driver's clock.
+    processes' use at intervals. `since` is the time of its newest returned sample, in microseconds
+    of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -508,20 +493,17 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
-        """Read the processes of one kind ("compute" or "graphics") by `call`.
-
-        If the call fails, the previous list is kept.
-        """
+        """Read the processes of one kind ("compute" or "graphics")."""
         try:
             self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
         except self._nvml.NVMLError as error:
+            # otherwise the previous list is kept
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the percentage of the multiprocessors' time that each busy process used, by pid.
+        """Return each busy process's percentage of the multiprocessors' time, by pid.
 
-        The driver lists only busy processes, so the second result is the reading for all other
-        processes. It is 0 % if the call succeeded. Otherwise it says why the use is unknown.
+        The second result is the reading for all other processes.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
@@ -541,4 +523,5 @@ class GpuProcesses:
         for each in samples:
             if each.timeStamp > start and each.smUtil <= 100:
                 parts.setdefault(int(each.pid), []).append(int(each.smUtil))
+        # the driver lists only busy processes, so all others are at 0 %
         return {pid: sum(numbers) / len(numbers) for pid, numbers in parts.items()}, value(0.0)

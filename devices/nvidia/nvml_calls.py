@@ -1,6 +1,6 @@
-"""Read metrics by NVML calls, and decide when to repeat each call.
+"""Reads metrics by NVML calls, and decides when to repeat each call.
 
-A call is repeated once the metric's period is over; until then, the last value is returned with its
+A call is repeated once the metric's period is over. Until then, the last value is returned with its
 age. Failures are classified and retried. The activity between two ticks comes from NVIDIA's GPU
 performance monitoring (GPM, Hopper and later). It needs two samples, so each tick's sample is kept
 and paired with the next tick's, which avoids waiting.
@@ -140,10 +140,7 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the ids in `due`, and return the outcomes by id.
-
-        Ids without an outcome yet are left out.
-        """
+        """Call NVML for the ids in `due`, and return the outcomes by id; an id may have none yet."""
         raise NotImplementedError
 
 
@@ -165,7 +162,7 @@ class Metric(Batch):
 class Fields(Batch):
     """A batch of metrics that are read by GetFieldValues.
 
-    Some fields need a scope, which says which NVLinks are counted; `scopes` has it by field.
+    Some fields need a scope, which says which NVLinks are counted. `scopes` has it by field.
     """
 
     def __init__(
@@ -264,8 +261,7 @@ LARGEST = 1e12  # larger values are invalid
 class Activity(Batch):
     """The GPM metrics of one device, each computed from two samples.
 
-    For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its
-    parent.
+    For a MIG device, `instance` is the id of its GPU instance, and `handle` the handle of its GPU.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:

@@ -125,8 +125,8 @@ def opened(library: Library | None = None) -> Iterator[Library]:
 def list_gpus() -> Listing:
     """Return every GPU in NVML's order; a GPU in MIG mode is replaced by its instances.
 
-    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the
-    driver doesn't answer.
+    A GPU that doesn't answer is left out, with a note. Raises DeviceError if the driver doesn't
+    answer.
     """
     devices: list[Device] = []
     used: dict[str, int | None] = {}
@@ -150,7 +150,7 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return the handles of every GPU in NVML's order, and the errors of silent GPUs by index.
+    """Return the handles of all GPUs in NVML's order, and the errors of silent GPUs by index.
 
     A GPU in MIG mode is replaced by its instances, which come last. A silent GPU is one that
     doesn't answer. Raises NVMLError if the driver doesn't answer at all.
@@ -192,9 +192,8 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because it may be the UUID
-    of that GPU. NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no
-    such GPU.
+    Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because that GPU may have
+    it. NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no such GPU.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -220,13 +219,10 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """True if the GPU has hardware for bfloat16; None if the driver doesn't report it.
-
-    The compute capability must be 8.0 (Ampere) or higher. Source: CUDA C++ programming
-    guide, arithmetic instructions.
-    """
+    """True if the GPU has hardware for bfloat16; None if the driver doesn't report it."""
     with suppress(nvml.NVMLError):
         major, _ = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        # 8.0 (Ampere) or higher: CUDA C++ programming guide, arithmetic instructions
         return bool(major >= FIRST_WITH_BFLOAT16)
     return None
 
@@ -234,8 +230,8 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
     """Return the memory available to programs, and the memory in use, in bytes.
 
-    Both are None for a chip without memory of its own. Raises NVMLError if the numbers can't be
-    read now.
+    Both are None for a chip without its own memory. Raises NVMLError if the numbers can't be read
+    now.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

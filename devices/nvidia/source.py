@@ -1,7 +1,7 @@
 """A source that samples NVIDIA GPUs and recovers from lost GPUs and drivers.
 
-It keeps a reader for each GPU. XID errors, ECC errors and lost GPUs are watched by a thread that
-never delays the program's exit.
+It keeps a reader for each GPU. A thread, which never delays the program's exit, watches for XID
+errors, ECC errors and lost GPUs.
 """
 
 from __future__ import annotations
@@ -93,10 +93,7 @@ class NvmlSource:
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all GPUs.
-
-        Before that, try to recover a lost driver or lost GPUs.
-        """
+        """Return a snapshot of all GPUs, after an attempt to recover a lost driver or lost GPUs."""
         now = self._builder.begin()
         self._heal(now)
         self._watch_events()
@@ -140,12 +137,9 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start watching for events at the third sample.
-
-        A program that takes only one sample therefore doesn't have to wait until the watching
-        thread exits.
-        """
+        """Start watching for events at the third sample."""
         self._looks += 1
+        # a program that takes only one sample doesn't have to wait for the watching thread
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(
                 self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader]
@@ -162,12 +156,9 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU is lost for too long.
-
-        The limit is `REOPEN_FOR_LOST_SECONDS`. A GPU that was reset is listed again only after the
-        driver has been reopened.
-        """
+        """Reopen the driver if it has gone, or if a GPU is lost for `REOPEN_FOR_LOST_SECONDS`."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
+        # a GPU that was reset is listed again only after the driver has been reopened
         if self._is_open and lost and now >= self._reopen_at:
             self._lose_driver(now, "")
         if not self._is_open and now >= self._retry_at:
@@ -310,10 +301,7 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """Return the latest events of the GPU with this handle, the newest last.
-
-        There are at most `KEPT` of them.
-        """
+        """Return the latest events of the GPU with this handle, up to `KEPT`, the newest last."""
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:

@@ -44,7 +44,7 @@ class TrainerAudit:
     """Audits the steps of one trainer.
 
     `dataset` and `collate` are the data set and the collator of its training loader. `gathering`
-    collects the trainer's metrics; it stays local during an audit, so that an audit doesn't
+    collects the trainer's metrics. During an audit, it stays local, so that an audit doesn't
     communicate with other ranks.
     """
 
@@ -110,8 +110,8 @@ class TrainerComputations:
 
         - The reference: all rows in one process. With `follows_launcher`, it is the mean over equal
           parts, as the program's own launcher computes it.
-        - The computation by shares: each pass is weighted by its number of rows or
-          tokens, whichever the loss averages over.
+        - The computation by shares: each pass is weighted by its number of rows or tokens,
+          whichever the loss averages over.
 
         The result also has variants of the computation by shares, from which an audit determines
         the cause of a difference.
@@ -133,8 +133,8 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of all rows in one pass.
 
-        To the trainer, `world` processes seem to train. The loss function gets the rows' number of
-        items multiplied by `times`, and its result is multiplied by `weight`.
+        The trainer sees `world` processes. The loss function gets the rows' number of items
+        multiplied by `times`, and its result is multiplied by `weight`.
         """
         items = self.count_items([few.whole])
         return [
@@ -169,16 +169,14 @@ class TrainerComputations:
         ]
 
     def _by_launcher(self, few: FewRows) -> Computation:
-        """Return the computation that the program's own launcher would do on the rows of `few`.
-
-        It splits the rows into equal parts, one for each process, and averages the parts' losses.
-        """
+        """Return the computation that the program's own launcher would do on the rows of `few`."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
         else:
             own = [items] * len(few.even)
         return [
+            # the mean of the losses of equal parts, one for each process
             Piece(self._loss(batch, count, PROCESSES), 1.0 / len(few.even))
             for batch, count in zip(few.even, own, strict=True)
         ]
@@ -218,10 +216,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a part into passes of up to `micro` rows, and return them with their numbers of rows.
-
-    If `micro` is 0 or the part can't be cut, it is a single pass.
-    """
+    """Cut a part into passes of up to `micro` rows, if possible; return them with their sizes."""
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)
@@ -235,10 +230,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` function that `kind` inherits from classes other than evener's.
-
-    `kind` is a trainer's class.
-    """
+    """Return the `compute_loss` function that a trainer's class has without evener's classes."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

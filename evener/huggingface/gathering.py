@@ -1,4 +1,4 @@
-"""Gather a Trainer's values over ranks with different numbers of rows, and over passes."""
+"""Gathers a Trainer's values over ranks with different numbers of rows, and over passes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over a number of rows (`rows`). `mean` weights it by that number. If a pass
-    was computed in pieces because memory ran out, `sum` adds the values of all of its pieces
-    (`sums`). Therefore a program that averages or sums gathered values gets the same result as with
-    equal shares.
+    Each value is a mean over a number of rows (`rows`). `mean` weights it by that number. If memory
+    runs out, a pass is computed in pieces; `sum` adds the values of all pieces (`sums`). So a
+    program that averages or sums gathered values gets the same result as with equal shares.
     """
 
     rows: torch.Tensor
@@ -76,8 +75,8 @@ class Gathering:
     """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
 
     Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
-    pass returns the values of all passes. A pass is computed in pieces, smaller groups of its rows,
-    if memory runs out. `timer` excludes the time spent in gathering from compute time (own work).
+    pass returns the values of all passes. If memory runs out, a pass is computed in pieces, smaller
+    groups of its rows. `timer` excludes the time spent in gathering from compute time (own work).
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -122,10 +121,9 @@ class Gathering:
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
 
-        Any further rows are fillers. `repeats` is only for an evaluation: it is the number of rows
-        of a full batch, because transformers gathers a batch's loss as that many copies. If `ends`
-        is False, another piece of the pass follows, and the values are gathered with the last
-        piece.
+        Any further rows are fillers. If `ends` is False, another piece of the pass follows, and the
+        values are gathered with the last piece. `repeats` is only for an evaluation: the number of
+        rows of a full batch, because transformers gathers a batch's loss as that many copies.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -138,8 +136,8 @@ class Gathering:
     def save(self) -> Callable[[], None]:
         """Save what this batch's passes and pieces have gathered; return a function to restore it.
 
-        Call that function before a pass is repeated. What this pass has already gathered from other
-        ranks isn't undone, because they won't send it again.
+        Call that function before a pass is repeated. Values that other ranks have sent in this pass
+        are kept, because they won't be sent again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -180,13 +178,13 @@ class Gathering:
         return self._join_earlier(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the values of one gather call in a pass.
+        """Return the values of one gather call in a pass, which come from all its pieces so far.
 
-        `call` is the number of gather calls before it in the pass. `tensor` is the call's argument
-        in the current piece of the pass, computed from `rows` rows. If the pass is being repeated,
-        and the call has already gathered the other ranks' values, the earlier result is returned.
+        `call` is the number of earlier gather calls in the pass. `tensor` is the call's argument,
+        computed from `rows` rows.
         """
         if call < len(self._gathered_calls):
+            # the pass is repeated, and the other ranks' values were already gathered
             return self._gathered_calls[call]
         missing = call + 1 - len(self._pieces)
         self._pieces += [[] for _ in range(missing)]
@@ -194,31 +192,26 @@ class Gathering:
         return self._gather_pieces(self._pieces[call])
 
     def _join_earlier(self, call: int, gathered: Any, is_scalar: bool) -> Any:
-        """Return a gather call's values, concatenated with those of the batch's earlier passes.
-
-        Scalars also get the rows of each pass as weights (see PassValues). Values whose shapes
-        differ between passes can't be concatenated, so only those of the last pass are returned.
-        """
+        """Return a gather call's values, concatenated with those of the batch's earlier passes."""
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]
         every.append(gathered)
         shapes = {each.shape[1:] for each in every}
+        # values whose shapes differ between passes can't be concatenated
         if len(every) == 1 or len(shapes) > 1:
             return gathered
         joined = torch.cat(every)
         if not is_scalar:
             return joined
+        # scalars have the rows of each pass as weights (see PassValues)
         sums = torch.cat([each.sums for each in every])
         rows = torch.cat([each.rows for each in every])
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the result of one gather call, given its argument in each piece of the pass.
-
-        `pieces` has the tensor of each piece so far, with its number of rows. Other ranks' values
-        are included only in the pass's last piece.
-        """
+        """Return the result of one gather call, given each piece's tensor and number of rows."""
+        # other ranks' values are included only in the pass's last piece
         gather = self._gather if self._ends else lambda own: own
         values = [value for value, _ in pieces]
         if values[0].ndim:
@@ -246,14 +239,14 @@ def _gather_scalar(
 ) -> Any:
     """Return each rank's value of a scalar metric, with its number of rows and its sum.
 
-    `values` are this rank's values, one for each piece of a pass, and `rows` are the pieces'
-    numbers of rows. A rank's value is the mean of its `values`, weighted by `rows`. `gather`
-    collects tensors from all ranks. Ranks without rows are left out.
+    `values` and `rows` are this rank's values and numbers of rows, one for each piece of a pass.
+    `gather` collects tensors from all ranks.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)
     mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
     every = gather(torch.stack([mean, own.sum(), count.sum()])[None])
+    # ranks without rows are left out
     counted = every[every[:, 2] > 0]
     means, sums = (counted[:, place].to(values[0].dtype) for place in (0, 1))
     return _weighted(means, sums, counted[:, 2])
@@ -268,8 +261,8 @@ def _weighted(values: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> P
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
     """Return an evaluation loader with this rank's batches: every world-th batch of `make()`.
 
-    `make` creates the trainer's loader. If its rows have no fixed order, the loader that accelerate
-    prepares is returned instead.
+    `make` creates the trainer's loader. If its rows have no fixed order, return the loader that
+    accelerate prepares.
     """
     loader = make_undivided(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
@@ -291,9 +284,8 @@ def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
     """A loader of every world-th batch of another loader; rank r begins with batch number r.
 
-    All ranks take the same number of steps. If the number of batches isn't a multiple of the number
-    of ranks, some ranks therefore load the last batch once more. The repeated rows don't count:
-    `gathering` leaves them out of gathered values.
+    All ranks take the same number of steps, so some ranks may load the last batch once more. The
+    repeated rows don't count: `gathering` leaves them out of gathered values.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

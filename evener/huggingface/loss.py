@@ -19,10 +19,10 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 class TrainerLoss(msgspec.Struct, frozen=True):
     """What a trainer's loss is a mean over.
 
-    `mean_over` is "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
-    "labels" or "shifted labels" (see `count_labels`). `multiplied` is the factor by which the
-    trainer multiplies the loss when several processes train. `certain` is True if the checked rows
-    distinguish a mean over rows from a mean over labels.
+    `mean_over`: "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
+        "labels" or "shifted labels" (see `count_labels`).
+    `multiplied`: the factor by which the trainer multiplies the loss when several processes train.
+    `certain`: True if the checked rows distinguish a mean over rows from a mean over labels.
     """
 
     mean_over: str
@@ -33,23 +33,20 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def excess(self) -> int:
         """The factor by which the trainer's own loss is too large.
 
-        It is the number of processes if the trainer multiplies the loss by this number although the
-        loss is a mean. Otherwise it is 1.
+        Some trainers multiply a loss that is a mean by the number of processes. The factor is then
+        this number; otherwise, it is 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return how many labels of `batch` the loss is a mean over.
-
-        Return 0 if the loss isn't a mean over labels.
-        """
+        """Return how many labels of `batch` the loss is a mean over; 0 if it isn't over labels."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
         If memory runs out, a pass is computed in pieces. `whole` is the batch of the pass with
-        `rows` rows, and `piece` is a part of it with `own` rows.
+        `rows` rows. `piece` is a part of it with `own` rows.
         """
         if (
             own == rows or self.mean_over == ITEMS
@@ -92,7 +89,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
     The keys are names as in `TrainerLoss.mean_over`. "labels" counts all of these labels. "shifted
     labels" leaves out each row's first label, as a model does that shifts labels by one. A batch
-    without integer labels has neither key, and labels that are already shifted have only "labels".
+    without integer labels has neither key. Labels that are already shifted have only "labels".
     """
     labels, shifted = _labels(batch)
     if labels is None:

@@ -1,4 +1,4 @@
-"""Determine what a Trainer's loss is a mean over, before the first step.
+"""Determines what a Trainer's loss is a mean over, before the first step.
 
 Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
 signature says nothing about their loss. So a few rows are computed together and in parts. If the
@@ -121,8 +121,8 @@ def find_loss(
 class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
-    `gathering_in_passes` is the trainer's Gathering if batches are computed in several passes, and
-    otherwise None. With passes, a loss that depends on gathered values is refused, because a pass
+    If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering;
+    otherwise, None. With passes, a loss that depends on gathered values is refused, because a pass
     gathers values of fewer rows than the batch has.
 
     If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass.
@@ -152,9 +152,9 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over; None if these rows don't show it.
 
-        If ranks communicate in the loss, return None, too. In this case, RequestError is raised if
-        ranks have different numbers of passes, or if the trainer has to keep the loss of the
-        program's own launcher.
+        If ranks communicate in the loss, return None, too. Raises RequestError instead if ranks
+        have different numbers of passes, or if the trainer has to keep the loss of the program's
+        own launcher.
         """
         try:
             return self._find_by_losses_if_needed()
@@ -170,16 +170,13 @@ class LossFinder:
             return None
 
     def _find_by_losses_if_needed(self) -> TrainerLoss | None:
-        """Return the result of `_find`; compare only losses if gradients can't be computed.
-
-        Gradients can't be computed with reentrant activation checkpointing, which doesn't support
-        `torch.autograd.grad`.
-        """
+        """Return the result of `_find`; compare only losses if gradients can't be computed."""
         try:
             return self._find()
         except RuntimeError as error:
             if REENTRANT not in str(error):
                 raise
+        # reentrant activation checkpointing doesn't support `torch.autograd.grad`
         self._sketcher.losses_only, self._repeats = True, []
         return self._find()
 
@@ -200,10 +197,10 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the trainer multiplies its loss for several processes.
+        """Return the factor, 1 or the number of processes, by which the trainer multiplies its
+        loss.
 
-        The factor is 1 or the number of processes. `reference` is the loss and gradient of one
-        process.
+        `reference` is the loss and gradient of one process.
         """
         if self._world == 1 and self._gathering is None:
             return 1
@@ -227,9 +224,8 @@ class LossFinder:
     def _is_scaled(self, reference: Sketch) -> bool:
         """True if the loss is a sum divided by the number of items that it receives.
 
-        `reference` is the loss and gradient with the right number of items. They are compared with
-        the loss and gradient for twice that number. Raises RequestError if only a part of the loss
-        is divided by the number.
+        `reference` is the loss and gradient with the right number of items. Raises RequestError if
+        only a part of the loss is divided by it.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False
@@ -246,17 +242,17 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names that fit the loss.
+        """Return those of the `names`, such as "labels", that the loss may be a mean over.
 
-        A name in `names` says what a loss may be a mean over. For example, "labels" fits if the
-        gradients of the parts, weighted by their numbers of labels, add up to `reference`, the
-        gradient of all rows. If only losses can be compared, the name that fits best comes first.
+        If only losses can be compared, the name that fits best comes first. `reference` is the
+        gradient of all rows.
         """
         few = self._few
         fitting = []
         far = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
+            # the gradients of the parts, weighted by rows or labels
             trained = self._sketcher.sketch_fast(
                 self._computations.by_shares(few.parts, few.sizes, loss)
             )
@@ -277,16 +273,14 @@ class LossFinder:
         return bool(broadcast_message(own)) if self._in_step else own
 
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
-        """True if gradients and losses of two computations differ only by rounding.
-
-        Losses are compared too, because a small term of the loss may change the loss noticeably,
-        but the gradient hardly at first. An example is a load-balancing term of experts.
-        """
+        """True if gradients and losses of two computations differ only by rounding."""
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
         found = compare(reference, other)
         if self._decide(found is not None and found.relative > GROSS):
             return False
+        # a small term of the loss, such as one for balancing experts, may hardly change the
+        # gradient
         if self._decide(found is None and are_losses_near(reference, other)):
             return True
         self._measure_rounding()
@@ -296,18 +290,14 @@ class LossFinder:
         )
 
     def _have_near_losses(self, reference: Sketch, other: Sketch) -> bool:
-        """True if the losses of two computations differ only by rounding.
-
-        If the losses differ slightly, the effect of rounding is measured by repeating the reference
-        with random errors. The precision of the losses' dtype doesn't show that effect: the sum of
-        many rounded terms is much more precise than each of the terms.
-        """
+        """True if the losses of two computations differ only by rounding."""
         relative = _relate_losses(reference, other)
         self._difference = _difference_of_losses(reference, other, NEAR_LOSS)
         if self._decide(relative > GROSS):
             return False
         if self._decide(relative <= NEAR_LOSS):
             return True
+        # the dtype's precision doesn't show its effect: a sum of many rounded terms is more precise
         self._measure_rounding()
         noise = max(_relate_losses(reference, each) for each in self._repeats)
         allowed = max(NEAR_LOSS, SAFETY * noise)
@@ -315,10 +305,7 @@ class LossFinder:
         return self._decide(relative <= allowed)
 
     def _measure_rounding(self) -> None:
-        """Compute the reference several times, with random errors as large as rounding errors.
-
-        The results are kept, so this is done only once.
-        """
+        """Compute the reference several times, with random errors as large as rounding errors."""
         if not self._repeats:
             computation = self._computations.at_once(self._few)
             self._repeats = [
@@ -337,8 +324,8 @@ class LossFinder:
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """Compare training by shares with training on one device, on a few rows.
 
-        Return the difference of the gradients and its cause. If the gradients agree, return the
-        difference of the losses and its cause. Return None if the losses agree, too.
+        Return the difference of the gradients, or else of the losses, and its cause; None if both
+        agree.
         """
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
@@ -396,15 +383,11 @@ def _find_together(
 ) -> TrainerLoss | None:
     """Return the result of `find` from the first rank where it isn't None; None if there is none.
 
-    Every rank has to call this function. If `find` raises RequestError on any rank, it is raised on
-    every rank. Any other error on a rank means that memory ran out, or that the program itself has
-    an error, which its first step will raise again. Such a rank prints the error as a warning and
-    has no result. With `keeps_launcher`, an error of the program raises RequestError on every rank
-    instead, so that the program isn't trained by shares.
-
-    With a sharded model (`in_shards`), a rank that runs out of memory raises DeviceError. The other
-    ranks wait for that rank's part of the model, and exit when that rank exits.
+    Every rank has to call this function. A RequestError on any rank is raised on every rank. With a
+    sharded model (`in_shards`), a rank that runs out of memory raises DeviceError.
     """
+    # another error means that memory ran out, or that the program has an error, which its first
+    # step will raise again: it is a warning, unless `keeps_launcher`
     own = _find_alone(find, keeps_launcher, in_shards)
     every = [own]
     if dist.is_available() and dist.is_initialized():
@@ -438,14 +421,10 @@ def _find_alone(
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """Return the rows, with most labels of the first ones set to "ignored" if needed.
-
-    It is needed if the first part has about the same fraction of all labels as of all rows. A mean
-    over rows would then be nearly equal to a mean over labels. Otherwise the rows are returned
-    unchanged.
-    """
+    """Return the rows, with most labels of the first ones set to "ignored" if needed."""
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
+    # without enough difference, a mean over rows would nearly equal a mean over labels
     telling = abs(counts[0] - weight * sum(counts)) > TELLING * weight * sum(counts)
     if not all(counts) or telling:
         return few

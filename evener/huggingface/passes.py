@@ -36,7 +36,7 @@ def weigh_passes(
     """Return the weights of an optimizer step's passes, according to what the loss is a mean over.
 
     `passes` are this rank's batches. `sizes` has this rank's number of rows in each pass, by global
-    batch, and `totals` the number of rows of each global batch over all ranks. `items` is this
+    batch. `totals` has the number of rows of each global batch over all ranks. `items` is this
     rank's num_items_in_batch, or None. Every rank has to call this function, because ranks gather
     their numbers of items and labels.
     """
@@ -75,14 +75,12 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return how many labels the loss of each pass is a mean over, by global batch.
-
-    The number is 0 for a pass that has only a filler row.
-    """
+    """Return how many labels the loss of each pass is a mean over, by global batch."""
     counts = []
     first = 0
     for step in sizes:
         pairs = zip(passes[first : first + len(step)], step, strict=True)
+        # a pass with only a filler row has none
         counts.append([loss.count(batch) if rows else 0.0 for batch, rows in pairs])
         first += len(step)
     return counts
@@ -91,8 +89,8 @@ def _count_labels(
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     """Return the loss times `factor`.
 
-    With factor 0, the result is 0 even if the loss is infinite or NaN. The result still depends on
-    all parameters of the model, so that each of them gets a gradient.
+    With factor 0, the result is 0 even if the loss is infinite or NaN. It still depends on all
+    parameters of the model, so that each of them gets a gradient.
     """
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
@@ -138,8 +136,8 @@ class TrainerPasses:
     ) -> torch.Tensor:
         """Train on the passes of a batch, and return the sum of the results of `train`.
 
-        `parts` are the passes, and `loss` returns what the loss is a mean over. `train` computes
-        and backpropagates the loss of a pass, or of a piece of it if memory has run out. Its second
+        `parts` are the passes. `loss` returns what the loss is a mean over. `train` computes and
+        backpropagates the loss of a pass, or of a piece of it if memory has run out. Its second
         argument is True in the last call for the batch. If a pass is repeated in pieces, its
         metrics are recorded only once.
         """
@@ -176,8 +174,7 @@ class TrainerPasses:
     def note(self, loss: Any) -> None:
         """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass.
 
-        A backward pass that evener didn't start can't be retried in pieces, because its gradients
-        can't be undone.
+        Such a backward pass can't be retried in pieces, because its gradients can't be undone.
         """
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())

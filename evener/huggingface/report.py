@@ -1,4 +1,4 @@
-"""Report a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
+"""Reports a trainer's speed to evener's monitor and to its trackers, with or without a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def report(trainer: Trainer) -> None:
     before `train`. It changes nothing else about the training.
 
     With a plan or `evener run`, the metrics are compute time (own work), waiting time, shares and
-    samples/s; the monitor gets the steps even without this call. Otherwise the metrics are
+    samples/s. The monitor gets the steps even without this call. Otherwise the metrics are
     samples/s, the step time and the wait for data.
     """
     callbacks = trainer.callback_handler.callbacks
@@ -56,10 +56,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step.
-
-        Every step is reported with the rows of a full step; an epoch's last step may have fewer.
-        """
+        """Report an optimizer step with the rows of a full step."""
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
             index = args.device.index

@@ -169,8 +169,8 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 class PassSampler(StepSampler):
     """Yields a list for each global batch, with one tuple of this rank's row indices per pass.
 
-    A pass without rows has a tuple with one filler row that doesn't count. Every batch has `passes`
-    passes, unless rows are assigned by length.
+    A pass without rows has one filler row that doesn't count. Every batch has `passes` passes,
+    unless rows are assigned by length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -219,7 +219,7 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 def find_lengths(trainer: Any) -> list[int] | None:
     """Return the number of tokens in each training row, or None if rows have no token ids.
 
-    The lengths are the ones by which the trainer itself would group rows.
+    The trainer itself would group rows by these lengths.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -287,14 +287,13 @@ def make_sampler(
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return the order in which one process would draw each epoch's rows without a plan.
 
-    `sampler` is the sampler of the trainer's own loader. Return None if it draws rows in the data
-    set's order. The seed of a random order is the trainer's argument `data_seed` or, by default,
-    the seed with which the first rank's process was last seeded.
+    Return None if the trainer's own `sampler` has the data set's order.
     """
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed
     if seed is None:
+        # the seed with which the first rank's process was last seeded
         seed = int(
             trainer.accelerator.gather(
                 torch.tensor([torch.initial_seed()], device=trainer.args.device)

@@ -95,8 +95,8 @@ def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> Non
     """Load the optimizer's state from a checkpoint of a sharded training, if `folder` has one.
 
     This is for a trainer whose own model isn't sharded. transformers can't read the state that a
-    sharded training has saved, and would continue with a new optimizer. If `folder` is None,
-    nothing is loaded.
+    sharded training has saved, and would continue with a new optimizer. Does nothing if `folder` is
+    None.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
@@ -126,10 +126,7 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Set the device in the `device_map` with which a model was loaded, if it has one.
-
-    accelerate reads the map to find out where the model is.
-    """
+    """Set the device in a loaded model's `device_map`, which accelerate reads, if it has one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}

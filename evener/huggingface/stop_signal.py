@@ -1,4 +1,4 @@
-"""Support transformers' `enable_jit_checkpoint` on several ranks.
+"""Supports transformers' `enable_jit_checkpoint` on several ranks.
 
 All ranks save one checkpoint at the same step. transformers' own callback saves three seconds after
 SIGTERM by each rank's own clock, so ranks in different steps would wait for each other forever.
@@ -16,8 +16,8 @@ from ..torch.ranks.stop_signal import StopSignal
 def stop_on_signal(trainer: Trainer, world: int) -> None:
     """Make a trainer save a checkpoint and end its training after SIGTERM.
 
-    It is enough if one of the `world` ranks receives the signal. This function does nothing unless
-    the trainer's arguments set `enable_jit_checkpoint`.
+    It is enough if one of the `world` ranks receives the signal. Does nothing unless the trainer's
+    arguments set `enable_jit_checkpoint`.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
@@ -39,11 +39,8 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After SIGTERM, save a checkpoint and end the training on all ranks after the same step.
-
-        Every rank has to call this method after each step, because ranks exchange whether one of
-        them has received the signal.
-        """
+        """After SIGTERM, save a checkpoint and end the training on all ranks at the same step."""
+        # every rank calls this after each step, to exchange whether a rank got the signal
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 

@@ -74,13 +74,12 @@ def with_plan(
     """Return a subclass of `trainer_class` that trains with `plan`; use it like the class itself.
 
     The plan determines the rows of each process and pass, instead of `per_device_train_batch_size`.
-    `plan` is a Plan or the path of its file. Without `plan` and `ratios`, the plan of
-    `evener launch` is used. With `gradient_accumulation_steps=A`, an optimizer step has A global
-    batches.
+    `plan` is a Plan or the path of its file. Without `plan` and `ratios`, the plan of `evener
+    launch` is used. With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
     - `ratios`, instead of a plan, divide each global batch among the processes.
-    - `global_batch` is the number of rows per global batch. The default is the plan's number.
-      With `ratios`, the default is `per_device_train_batch_size` times the number of processes.
+    - `global_batch` is the number of rows per global batch. The default is the plan's number. With
+      `ratios`, the default is `per_device_train_batch_size` times the number of processes.
     - `strict` raises an error instead of a warning if the plan was measured on other devices.
     - `journal` makes `evener runs` show the training's steps/s and restarts.
     - `rebalance` adapts shares to the ranks' compute time (own work) during the training.
@@ -127,8 +126,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def begin_plan(self) -> None:
         """Set the trainer up for training with the plan.
 
-        The constructor calls this method. `evener run` also calls it on a trainer that the program
-        has already created, after changing its class.
+        The constructor calls this method. For a trainer that the program has already created,
+        `evener run` changes the class and then calls it.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -177,10 +176,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of this rank's rows.
-
-        It bypasses `accelerator.prepare`, which would divide the rows among ranks again.
-        """
+        """Return the loader of this rank's rows."""
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
@@ -202,13 +198,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             ),
         )
         self._planned.follow(rows, self._batches.drawn_ahead)
+        # without `accelerator.prepare`, which would divide the rows among ranks again
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """Return an evaluation loader that gives whole batches to the ranks in turn.
 
-        The batches are the same as in a training with a single process. With `is_training`, return
-        the class's own loader.
+        With `is_training`, return the class's own loader.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
@@ -224,9 +220,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step, and the number of its items over all ranks.
 
-        The first result has a list of passes for each of the `num_batches` global batches. A rank
-        without rows has a pass with a filler row, which is computed with weight 0. The number of
-        items is None if the trainer doesn't count items.
+        The first result has a list of passes for each of the `num_batches` global batches. The
+        second is None if the trainer doesn't count items.
         """
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
@@ -256,17 +251,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch, and count the batches' items.
+        """Store the weight of each pass in its global batch; return the number of items, or None.
 
-        `sizes` and `totals` are as in `weigh_passes`. Return the number of items over all ranks, or
-        None if the trainer doesn't count items. In the first step, what the loss is a mean over is
-        determined before the passes are weighted.
+        `sizes` and `totals` are as in `weigh_passes`. The items are those of all ranks.
         """
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
             items = self._get_num_items_in_batch(counted or passes[:1], device)
         items = items if items is None or counted else items * 0
+        # the first step
         if self._loss is None:
             self._loss = self._find_loss(any(map(has_ignored, counted)))
         weights, items, ignored = weigh_passes(
@@ -285,13 +279,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        If the user turned the check off, or one process computes each batch in one pass, return
-        what transformers assumes. `ignores` is True if some labels are ignored. `in_parts` is the
-        number of rows to check if a single process has run out of memory and needs smaller passes;
-        otherwise it is 0.
+        `ignores` is True if some labels are ignored. `in_parts` is the number of rows to check
+        before a single process uses smaller passes; otherwise, 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
+            # the user turned the check off, or one process computes each batch in one pass
             return assume_loss(self, world)
         most = in_parts or ROWS_COMPUTED
         if (
@@ -307,8 +300,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def check_loss(self) -> None:
         """Check the loss before the training, once its loader exists.
 
-        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items. It is
-        also raised if the program's own launcher averages means over different numbers of labels.
+        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items, or if
+        the program's own launcher averages means over different numbers of labels.
         """
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
@@ -324,7 +317,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check the loss in a single process before it uses smaller passes for the first time.
 
-        `part` is the pass that ran out of memory, and up to `rows` rows are checked. Raises
+        `part` is the pass that ran out of memory. Up to `rows` rows are checked. Raises
         RequestError if smaller passes would change what is learned.
         """
         if self._shares.world * sum(self._shares.passes) == 1:
@@ -335,10 +328,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> torch.Tensor:
         """Train on the passes of a global batch, and return the sum of their losses.
 
-        `inputs` are the batches of the passes, and `num_items_in_batch` is passed to the loss. Each
-        loss is weighted so that the mean over ranks is the loss that a single process would
-        compute.
+        `inputs` are the batches of the passes. `num_items_in_batch` is passed to the loss.
         """
+        # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
             self._planned.weights.note_lengths(each.batch)
@@ -360,13 +352,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log, but delay the logs of a pass until its batch is computed.
-
-        Only the logs of a batch's last pass are kept, so that metrics are logged once per batch.
-        """
+        """Log, but delay the logs of a pass until its batch is computed."""
         if self._factor is None:
             super().log(*logged, **options)
         else:
+            # metrics are logged once per batch: only the logs of its last pass are kept
             self._logged.append((*logged, *options.values()))
 
     def _loss_found(self) -> TrainerLoss:
@@ -377,8 +367,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def excess(self) -> int:
         """The factor by which the loss is too large because the program's own launcher is imitated.
 
-        It is 1 unless `keeps_launcher` is True, because the weights of the passes otherwise correct
-        the loss.
+        It is 1 if `keeps_launcher` is False, because the weights of the passes then correct the
+        loss.
         """
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
@@ -393,11 +383,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the class's own loss, multiplied by the weight of the pass.
-
-        In an evaluation, the loss isn't weighted. Attributes that the class sets while it computes
-        the loss are kept only in the batch's last pass, so that they are set once per batch.
-        """
+        """Return the class's own loss, multiplied by the weight of the pass, if any."""
+        # attributes that the class sets are kept only in the batch's last pass
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         multiplied = self._evaluates and kwargs.get("num_items_in_batch") is not None
@@ -422,11 +409,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum the tokens of all passes over the ranks once per optimizer step.
-
-        Ranks may have different numbers of passes, so they can't synchronize in each pass.
-        """
+        """Sum the tokens of all passes over the ranks once per optimizer step."""
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
+            # ranks may have different numbers of passes, so they can't synchronize in each
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
@@ -436,21 +421,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """At the end of the training, average over the ranks the losses that aren't logged yet.
-
-        This override is for transformers 4, which has no `_finalize_training`.
-        """
+        """At the end of the training, average the losses that aren't logged yet over the ranks."""
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        # transformers 4 has no `_finalize_training`
         if ends and not hasattr(super(), "_finalize_training"):
             tr_loss.copy_(self.accelerator.gather(tr_loss).mean())
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average over the ranks the losses that aren't logged yet.
-
-        The trainer itself would use only the first rank's losses.
-        """
+        """Average the losses that aren't logged yet over the ranks."""
+        # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
@@ -500,9 +481,8 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    `sampler` has the order of rows, and `collate` collates them. With `chooses`, the rows are
-    chosen from a part of the epoch so that they differ much from each other. Otherwise they are the
-    next rows of the epoch. Return None if there are fewer than two rows.
+    `sampler` has the order of rows, and `collate` collates them. With `chooses`, rows are chosen
+    that differ much from each other. Return None if there are fewer than two rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)
