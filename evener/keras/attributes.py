@@ -58,10 +58,10 @@ class TensorPlace(NamedTuple):
 class CallTensors:
     """Tensors that a call of the model stores in attributes of its layers.
 
-    They may also be in lists, dictionaries and plain objects in such attributes. Create
-    this object before the model's first call. After each call, `collect` returns the
-    tensors that the call stored. Before the next call, `restore` resets the attributes to
-    their state before the first call.
+    They may also be in lists, dictionaries and plain objects in such attributes. Create this object
+    before the model's first call. After each call, `collect` returns the tensors that the call
+    stored. Before the next call, `restore` resets the attributes to their state before the first
+    call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -117,11 +117,8 @@ class CallTensors:
 
 @functools.cache
 def keras_attributes() -> frozenset[str]:
-    """Return the names of the attributes that Keras itself sets on every model and layer.
-
-    The names are read from a model that is created for this purpose. That model gets an explicit
-    name, so that Keras' counters for automatic names don't change.
-    """
+    """Return the names of the attributes that Keras itself sets on every model and layer."""
+    # an explicit name, so that Keras' counters for automatic names don't change
     return frozenset(vars(keras.Model(name="without_layers")))
 
 
@@ -132,10 +129,10 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _slots(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places that hold tensors within `container[key]`.
+    """Yield the places that hold tensors within `container[key]`, which is called `name`.
 
-    `name` is the name of this item, and `depth` the number of containers above it. Lists and dicts
-    that are searched are appended to `containers`.
+    `depth` is the number of containers above it. Lists and dicts that are searched are appended to
+    `containers`.
     """
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):
@@ -152,15 +149,13 @@ def _slots(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors; None if it can't hold any.
-
-    A list or dict is returned itself. A plain object is represented by the dict of its attributes.
-    """
+    """Return the list or dict in which a value may hold tensors; None if it can't hold any."""
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
         return None
     known = any(kind.__module__.startswith(LIBRARIES) for kind in type(value).__mro__)
+    # the attributes of a plain object
     return None if known else vars(value)
 
 
@@ -196,7 +191,7 @@ def join_leaves(
     """Combine the tensors that each device computed from its rows into those of the whole batch.
 
     `every` has each device's tensors by name. `sizes` has each device's number of rows without
-    filler rows, and `parts` these numbers as fractions of the batch.
+    filler rows. `parts` has these numbers as fractions of the batch.
 
     Tensors with rows are padded by `pad` and concatenated. Scalars, and tensors whose name is in
     `kinds`, don't consist of rows, and are added up with weights. `kinds` says whether such a value
@@ -218,10 +213,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return a device's tensor without the filler row that it has if `size` is 0.
-
-    `size` is the number of rows of the device.
-    """
+    """Return a device's tensor without the filler row that it has if it has no rows (`size`)."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

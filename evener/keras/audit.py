@@ -173,10 +173,8 @@ class StepAudit:
     def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
         """Count one change if the value of any watched variable has changed.
 
-        The watched variables are those that the step reads but only the user assigns, such as a
-        loss's threshold that a callback lowers. They are read at the beginning of each epoch
-        (`begins_epoch`). In one process, they are also read before each step of a training loop
-        that the user wrote (`is_loop`).
+        They are read when an epoch begins (`begins_epoch`) and, in one process, before each step of
+        the user's own loop (`is_loop`).
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -187,11 +185,9 @@ class StepAudit:
         self._values = values
 
     def _watch(self, plain: TracedStep) -> None:
-        """Choose the variables to watch: small ones that Keras' step reads but doesn't assign.
-
-        Such a variable may be assigned by a callback, for example. If its value changes, the
-        training has changed and is audited again.
-        """
+        """Choose the variables to watch: small ones that Keras' step reads but doesn't assign."""
+        # a callback may assign them, for example; the training has then changed and is audited
+        # again
         averages = list_normalization_states(self._model, synchronized=None)
         left_out = plain.assigned | {id(state.value.handle) for state in averages}
         self._watched = [
@@ -203,11 +199,11 @@ class StepAudit:
     def _describe_batches(self, batches: Any, first: Any) -> str:
         """Return the types and shapes of batches as text, to detect when they change.
 
-        `first` is the first batch. The number of rows is omitted unless
-        `batches` is a TensorFlow iterator.
+        `first` is the first batch.
         """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
+            # not the number of rows, unless `batches` is a TensorFlow iterator
             return repr([(np.shape(leaf)[1:], str(getattr(leaf, "dtype", ""))) for leaf in leaves])
         spec = batches.element_spec
         if spec is not self._spec:
@@ -262,8 +258,8 @@ class StepAudit:
     def _look_at_test(self, batch: Tensors) -> None:
         """Audit the evaluation of a few rows of a batch.
 
-        Raises RequestError if the losses or states after Keras' own step and the
-        engine's step differ.
+        Raises RequestError if the losses or states after Keras' own step and the engine's step
+        differ.
         """
         self._moment = "In an evaluation"
         self._trains = False
@@ -297,11 +293,10 @@ class StepAudit:
             return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Return the first rows of each process's share, gathered in every process.
+        """Return the first rows of each process's share, `rows` in all, gathered in every process.
 
-        If `is_own` is True, `data` has only this process's rows. Otherwise it has the whole batch
-        of `whole` rows. `rows` is the number of rows to gather from all processes together. Return
-        None if the data aren't numbers, because only numbers can be sent.
+        If `is_own`, `data` has only this process's rows. Otherwise it has the whole batch of
+        `whole` rows. Return None if the data aren't numbers.
         """
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
@@ -343,11 +338,8 @@ class StepAudit:
         self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _none_if_random(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps; warn and return None if their random numbers can't be compared.
-
-        They can't be compared if a row's random numbers depend on the device or pass that computes
-        the row.
-        """
+        """Return the steps; warn and return None if their random numbers can't be compared."""
+        # a row's random numbers depend on the device or pass that computes it
         if steps is not None and any(step.draws for step in steps):
             self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
             return None
@@ -381,9 +373,9 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which each device computes its part of `rows` rows in two passes.
+        """Return a context in which an engine with passes computes each part in two of them.
 
-        It has no effect if the engine doesn't use passes.
+        `rows` is the number of rows of all parts.
         """
         cut = self._engine.cut
         if not cut.in_passes:
@@ -400,14 +392,8 @@ class StepAudit:
     ) -> tuple[Finding | None, Tensors]:
         """Check whether the result for a row depends on the other rows of its batch.
 
-        `rows` are a few rows of `batch`, and `plain` is Keras' own step. Return a finding if some
-        rows can't be computed without the rest of the batch, or if their outputs change without the
-        rest. There is no finding if even the whole batch can't be computed, because the training
-        step will raise that error itself.
-
-        Also return the rows on which the steps are to be compared. They are usually `rows`. They
-        are the whole batch if the engine computes the loss of a whole batch, and that loss can't be
-        computed for fewer rows.
+        `rows` are a few rows of `batch`. `plain` is Keras' own step. Return a finding, if any, and
+        the rows on which the steps are to be compared.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -416,9 +402,11 @@ class StepAudit:
             if count == whole or not self._needs_all_rows(plain, batch, error):
                 self._fails = True
                 self._warn_once(f"the step can't be run: {first_line(error)}")
+                # even the whole batch can't be computed, so the training step will raise that error
                 return None, rows
             if self._engine.judges_parts(self._trains):
                 return self._find_incomplete(f"{count} of a batch's {whole} rows", error), rows
+            # the engine computes the loss of a whole batch, which needs all rows
             rows, count = read_triple(batch), whole
         if signature in self._varied or self._mixes_rows(signature):
             return None, rows
@@ -429,19 +417,12 @@ class StepAudit:
         return self._compare_outputs(plain, rows), rows
 
     def _mixes_rows(self, signature: Any) -> bool:
-        """True if the user overrides the step, because such a step may mix rows.
-
-        Every engine gives an overridden step the whole batch.
-        """
+        """True if the user overrides the step, because such a step may mix rows."""
+        # every engine gives an overridden step the whole batch
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Compare the outputs of rows computed together with their outputs computed in parts.
-
-        Return a finding if the outputs differ. The rows are computed in two parts of unequal size,
-        which needn't match the shares. They are also computed one by one, if the model can compute
-        single rows.
-        """
+        """Return a finding if outputs of rows differ when these are computed in parts, or None."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._try_part(plain, cut_rows(rows, 0, few))
@@ -450,6 +431,7 @@ class StepAudit:
         whole = together.outputs
         if few < 2 or not all(len(each) == few for each in whole):
             return None
+        # two parts of unequal size, which needn't match the shares, and single rows
         for start, stop in ((0, first), (first, few), *pairwise(range(few + 1))):
             part = self._try_part(plain, cut_rows(rows, start, stop))
             if isinstance(part, Exception):
@@ -474,20 +456,13 @@ class StepAudit:
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if a part of the batch raised `error` only because the step needs the whole batch.
-
-        In one process, this is tested by running the step on the whole batch. In a group, no
-        process has all rows, so the type of the error decides.
-        """
+        """True if a part of the batch raised `error` only because the step needs all rows."""
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
         return not isinstance(self._try(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Yield the rows of each pass that this process computes.
-
-        A device's rows are divided into two passes if the engine uses passes.
-        """
+        """Yield the rows of each pass that this process computes."""
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -503,10 +478,7 @@ class StepAudit:
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
-        """Return a finding which says that some rows of a batch can't be computed alone.
-
-        `what` names the rows, and `error` is what the computation raised.
-        """
+        """Return a finding that some rows (`what`) can't be computed alone because of `error`."""
         said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
         return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
 
@@ -518,15 +490,11 @@ class StepAudit:
             return error
 
     def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
-        """Return the result of Keras' own step on a part of the audited rows, or its exception.
-
-        The step may fail because the loss needs the whole batch. That doesn't matter if the engine
-        computes the loss of the whole batch anyway. In that case, return the result of the model's
-        call alone.
-        """
+        """Return the result of Keras' own step on a part of the audited rows, or its exception."""
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
             return result
+        # the loss may need the whole batch, which the engine computes anyway: take the call alone
         spec = tf.nest.map_structure(open_rows, rows)
         try:
             call = self._plain.trace_call(spec, self._trains)
@@ -535,17 +503,14 @@ class StepAudit:
         return self._try(call, rows)
 
     def _compare(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
-        """Compare Keras' own step and the engine's on these rows; return the first finding, if any.
-
-        If `signature` is new, the steps are also compared with other values of variables and with
-        other labels (see `_list_variants`).
-        """
+        """Compare Keras' own step and the engine's on these rows; return the first finding."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
         found = found or unequal or self._compare_attributes(steps, rows)
         if signature in self._varied:
             return found
         found = found or self._compare_decisions(steps, rows)
+        # a new signature: also other values of variables and other labels
         for moved, values, changed in self._list_variants(steps.plain, rows):
             other = self._compare_gradients(steps, changed, values, moved)  # in every process
             found = found or other
@@ -560,11 +525,10 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Compare the steps' gradients, losses, logs and states, with variables set to `values`.
+        """Compare the steps' gradients, losses and states, with variables set to `values`.
 
-        Return a finding if they differ; a difference in logs only causes a warning. If values or
-        labels were changed for this comparison, `moved` describes the change, and only gradients
-        are compared.
+        Return a finding if they differ. `moved` describes changed values or labels; only gradients
+        are then compared.
         """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
@@ -635,12 +599,10 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or, if gradients agree, of losses.
+        """Return the largest difference of gradients or else, unless `moved`, of losses; None if
+        equal.
 
-        Return None if the losses agree, too. Losses are compared because a difference doesn't show
-        in gradients that are 0. If values or labels were changed (`moved` isn't empty), only
-        gradients are compared. The tolerance is computed from `repeats`, results of the reference
-        step with random rounding errors.
+        `repeats` are results of the reference step with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -648,6 +610,7 @@ class StepAudit:
         size = max(abs(one), abs(other))
         if found is not None or moved or not math.isfinite(size) or size == 0.0:
             return found
+        # a difference doesn't show in gradients that are 0
         relative = abs(one - other) / size
         noise = max((abs(each.loss - one) / size for each in sketches), default=0.0)
         allowed = max(floor(computes_in_half(self._model) or "float32"), SAFETY * noise)
@@ -656,13 +619,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return a new value for each variable that holds the state of a random generator of Keras.
-
-        The values are keyed by variable. They are the same in all processes, even if the processes
-        have drawn a different number of times, and different in each step.
-        """
+        """Return a new value for each state of a random generator of Keras, by variable."""
         seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
         return {
+            # the same in all processes, however often they have drawn, and different in each step
             id(each.value.handle): tf.constant([self.audits.step, number], each.dtype)
             for number, each in enumerate(seeds)
         }
@@ -670,10 +630,7 @@ class StepAudit:
     def _repeat(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Return results of the step with inputs and weights changed by random rounding errors.
-
-        They show how much the results may differ by rounding.
-        """
+        """Return results of the step with random rounding errors of inputs and weights."""
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -715,11 +672,9 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if a variable's value differs after the two steps; None otherwise.
+        """Return a finding if a variable's value differs after the two steps; otherwise, None.
 
-        `reference` and `trained` are the results of Keras' own step and of the engine's. A variable
-        that isn't the model's, such as one of a loss object, counts only if the gradient depends on
-        its value.
+        `reference` and `trained` are the results of Keras' own step and of the engine's.
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
@@ -732,6 +687,7 @@ class StepAudit:
             if not _states_differ(before, one, other):
                 continue
             is_own = variable.key in own
+            # a variable of a loss object, for example, counts only if the gradient depends on it
             if not is_own and not self._teaches(plain, rows, variable.key, (one, other)):
                 continue
             sizes = _norm(one), _norm(other)
@@ -747,11 +703,8 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if an attribute differs after the two steps; None otherwise.
-
-        Only plain values such as numbers are compared, for example a counter of calls. Only steps
-        that run eagerly are compared, because the Python code of a traced step runs only once.
-        """
+        """Return a finding if a plain attribute, such as a counter, differs after the two steps."""
+        # the Python code of a traced step runs only once
         if not self._model.run_eagerly:
             return None
         one, other = (step.attributes for step in steps)
@@ -767,21 +720,14 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if the gradient of these rows depends on which of two values a variable has.
-
-        `key` is the variable's key, and `values` are the two values.
-        """
+        """True if the gradient depends on which of two values the variable with this key has."""
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a comparison in user code may turn out differently for some rows.
-
-        Such a comparison is a decision (see `decisions.py`). The rows that an engine computes
-        separately may then take another branch than all rows together. A decision counts only if it
-        changes the gradient. Return None if there is no such decision.
-        """
+        """Return a finding if a decision in user code changes the gradient of parts, or None."""
         plain, shared = steps
+        # a decision is a comparison that isn't made for each row (see `decisions.py`)
         whole = plain.run(rows).margins
         if not whole:
             return None
@@ -792,6 +738,7 @@ class StepAudit:
         others = {
             place: [margin for each in every for margin in each.get(place, [])] for place in whole
         }
+        # rows that an engine computes separately may take another branch than all rows together
         for place, apart in find_apart(whole, others).items():
             one, other = (
                 plain.run_shifted(rows, place, amounts)
@@ -814,7 +761,7 @@ class StepAudit:
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
-        """Return a finding about a variable that differs between processes; None otherwise."""
+        """Return a finding about a variable that differs between processes; otherwise, None."""
         if self._group is None:
             return None
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
@@ -849,8 +796,7 @@ class StepAudit:
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
         """Yield changes that may reveal a difference which the audited rows hide.
 
-        A change sets variables to other values or gives the rows other labels. Each is yielded as a
-        description, the values of variables, and the rows.
+        Each is a description, the values of variables, and the rows.
         """
         values, names = raise_zeros(self._model, plain)
         if values:
@@ -869,7 +815,7 @@ class StepAudit:
     # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: StepPair | None) -> StepPair | None:
-        """Return the steps if every process could trace its own steps; None otherwise."""
+        """Return the steps if every process could trace its own steps; otherwise, None."""
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
@@ -915,8 +861,8 @@ class StepAudit:
     def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
-        Raises RequestError instead if it is also unknown how to combine the losses of a batch's
-        parts.
+        Raises RequestError instead if the losses of a batch's parts can't be combined without an
+        audit.
         """
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
@@ -974,8 +920,7 @@ def _distance(one: Any, other: Any) -> float:
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
     """True if two values of a state after a step differ by more than rounding.
 
-    `before` is the state's value before the step. Rounding is judged relative to the state's change
-    and to its size. Values that aren't numbers never differ.
+    `before` is the state's value before the step. Values that aren't numbers never differ.
     """
     if one.shape != other.shape or not _is_number(one):
         return False
@@ -1010,10 +955,7 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return the sum and a weighted sum of a variable's absolute values.
-
-    Processes compare these sums to detect variables that differ.
-    """
+    """Return the sum and a weighted sum of a variable's absolute values, to compare processes."""
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1
@@ -1056,15 +998,14 @@ def _mixed_labels(y: Any) -> Any:
 def _other_labels(y: Any, outputs: Tensors) -> Any:
     """Return the labels with a different change in each row.
 
-    Class numbers and one-hot labels are shifted to another class, by one more in each row; the
-    number of classes is the length of the output's last axis. Other values are multiplied by a
-    factor that grows from row to row. Return None unless each output has one tensor of labels.
+    Return None unless each output has one tensor of labels.
     """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
     if len(labels) != len(found) or not all(isinstance(each, tf.Tensor) for each in labels):
         return None
     pairs = zip(labels, found, strict=True)
+    # classes are shifted, by one more in each row; other values are multiplied by a growing factor
     changed = [tf.cast(_vary_labels(each.numpy(), out), each.dtype) for each, out in pairs]
     return keras.tree.pack_sequence_as(y, changed)
 

@@ -1,8 +1,8 @@
 """A training or test step as a graph without side effects, for audits.
 
-The step is Keras' own on one device, or an engine's. Its gradients are intercepted before
-the optimizer applies them, and reduced to random sums. All variables that the graph
-assigns are restored after each run.
+The step is Keras' own on one device, or an engine's. Its gradients are intercepted before the
+optimizer applies them, and reduced to random sums. All variables that the graph assigns are
+restored after each run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class StepCall(NamedTuple):
 class StepResult(NamedTuple):
     """The results of a step on some rows.
 
-    `logs` are the logged scalars by name. `states` are the values of the variables
-    that the step assigned, by key.
+    `logs` are the logged scalars by name. `states` are the values of the variables that the step
+    assigned, by key.
     """
 
     gradients: Sketch
@@ -84,15 +84,15 @@ class TracedStep:
     """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
 
     With `shifted`, the result of a comparison in user code (a decision) can be forced. A `plain`
-    step is Keras' own: it computes the loss of all rows at once, and its result has the outputs of
-    the model's call (`StepCall`) from which that loss is computed.
+    step is Keras' own: it computes the loss of all rows at once. Its result has the outputs of the
+    model's call (`StepCall`) from which that loss is computed.
 
     After tracing, these attributes describe the step:
 
-    - `variables` are the variables that the step reads or assigns, by key.
-    - `assigned` has the keys of the variables that it may assign.
-    - `attributes` has the plain values that the step assigned to attributes while it was traced.
-    - `draws` is True if a row's random numbers depend on the device or pass that computes the row.
+    - `variables`: the variables that the step reads or assigns, by key.
+    - `assigned`: the keys of the variables that it may assign.
+    - `attributes`: the plain values that the step assigned to attributes while it was traced.
+    - `draws`: True if a row's random numbers depend on the device or pass that computes the row.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TracedStep:
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
         """Run the step with `amounts` added to the left sides of the comparisons at `place`.
 
-        The place is a line of user code, and there is one amount for each comparison in that line.
+        The place is a line of user code. There is one amount for each comparison in that line.
         """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
@@ -167,14 +167,14 @@ class TracedStep:
         self._left.put(call.attributes)
 
     def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Run the step; this is the function that is traced. Return five results of the step:
+        """Run the step, as the function that is traced, and return five results:
 
         - random sums of the gradients: one row for each weight, in the order of `_kinds`
         - the logs
         - the margins of decisions, in the order of `_places`
         - random sums of the model's outputs
-        - the fields of a `StepCall`, and the outputs' masks as an additional second field; None if
-          the step isn't plain, or if its outputs aren't tensors
+        - the fields of a `StepCall`, with the outputs' masks after the outputs; None if the step
+          isn't plain, or if its outputs aren't tensors
 
         `seed` is the seed of the random sums.
         """
@@ -201,10 +201,10 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records from which model call a loss is computed.
+        """Return a context in which a plain step records the model call behind each loss in
+        `calls`.
 
-        Each time a loss is computed, the fields of a `StepCall` and the outputs' masks are appended
-        to `calls`. A step that isn't plain records nothing.
+        A record has the fields of a `StepCall`, with the outputs' masks after the outputs.
         """
         if not self._plain:
             yield
@@ -250,8 +250,7 @@ class PlainSteps:
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
         """Return the graph of a step for batches (x, y, weight) of the type `spec`.
 
-        If the user's program raises an error while it is traced, every call for that type raises
-        it.
+        An error of the user's program while it is traced is raised by every call for that type.
         """
         kind = type(self._model)
         own = functools.partial(kind.train_step if training else kind.test_step, self._model)
@@ -285,11 +284,9 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model on the rows of `data`, as Keras' own step does, and return no logs.
-
-    The outputs are passed to the model's `_compute_loss`, where a `TracedStep` picks them up.
-    """
+    """Call the model on the rows of `data`, as Keras' own step does, and return no logs."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    # a `TracedStep` picks the outputs up there
     model._compute_loss(y_pred=call_model(model, x, training))
     return {}
 
@@ -314,11 +311,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return new values for variables whose current value may hide a term of the loss.
+    """Return new values for variables whose current value may hide a term of the loss, and names.
 
     A weight or a coefficient of 0 hides a term, and gets a nonzero value. A counter at its start
-    also hides a term if that term begins only in a later step. The counter gets the value that it
-    has in a late step. Also return the names of the variables that get new values.
+    hides a term that begins only in a later step. It gets the value that it has in a late step. The
+    names are those of the variables that get new values.
     """
     values: Values = {}
     names = []
@@ -342,11 +339,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the `StepCall` for the results of a graph; None if `call` is None.
-
-    `call` has the parts of the `StepCall` as the graph returns them. The masks are
-    attached to the outputs again.
-    """
+    """Return the `StepCall` for its parts in a graph, with masks on the outputs; None for None."""
     if call is None:
         return None
     outputs, masks, losses, attributes = call
@@ -365,16 +358,15 @@ def _is_here(tensor: Any) -> bool:
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
     """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
 
-    The result has a row for each gradient; `shapes` are the shapes of the weights. The mean square
-    of these sums estimates the gradient's squared norm.
-
-    An element's sign is the product of a sign of its row and a sign of its column. Therefore the
-    sums are matrix products, and few signs have to be drawn. All gradients use the same signs.
+    The result has a row for each gradient. `shapes` are the shapes of the weights.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
     if not matrices:
         return tf.zeros([0, PROJECTIONS], tf.float64)
+    # an element's sign is the product of a sign of its row and of its column, so the sums are
+    # matrix products and few signs are drawn; the mean square of the sums estimates the gradient's
+    # squared norm
     order = sorted(range(len(matrices)), key=lambda place: matrices[place].shape[0] > 1)
     vectors = [each for each in matrices if each.shape[0] <= 1]
     others = [each for each in matrices if each.shape[0] > 1]
@@ -392,11 +384,9 @@ def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the random sums of all gradients that have only one row, such as those of biases.
-
-    There are many of them, so they are computed together in few operations.
-    """
+    """Return the random sums of all gradients that have only one row, such as those of biases."""
     sizes = [each.shape[1] for each in vectors]
+    # there are many of them, so they are computed together
     joined = tf.concat([tf.cast(each, tf.float64) for each in vectors], 1)
     signs = _draw_signs(sum(sizes), seed)[tf.float64]
     numbers = np.repeat(np.arange(len(sizes)), sizes)
@@ -405,15 +395,12 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient as a matrix whose columns are the gradient's last axis.
-
-    `shape` is the shape of the weight. A complex gradient gets separate rows for the real and the
-    imaginary part.
-    """
+    """Return the gradient of a weight of this shape as a matrix, with its last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
     if dense.dtype.is_complex:
+        # separate rows for the real and the imaginary part
         dense = tf.stack([tf.math.real(dense), tf.math.imag(dense)])
         rows *= 2
     kind = tf.float64 if dense.dtype == tf.float64 else tf.float32
@@ -439,10 +426,7 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, for each float type.
-
-    All types get the same signs.
-    """
+    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, the same for each float type."""
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
@@ -493,10 +477,8 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of the variables that a graph may assign.
-
-    These are all captured variables except those that are used only by operations in READING.
-    """
+    """Return the keys of the variables that a graph may assign."""
+    # all captured variables except those that are used only by operations in READING
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}
@@ -520,13 +502,11 @@ def _is_draw(operation: str) -> bool:
 
 @contextmanager
 def _not_rewritten() -> Iterator[None]:
-    """Return a context in which TensorFlow runs this thread's graphs without optimizing them.
-
-    That optimization takes longer than the few runs of an audit.
-    """
+    """Return a context in which TensorFlow runs this thread's graphs without optimizing them."""
     now = context.context()
     before = now.function_call_options
     config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    # the optimization takes longer than the few runs of an audit
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     now.function_call_options = context.FunctionCallOptions(before.executor_type, config)
     try:
@@ -540,8 +520,8 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores attributes of the model, its layers and its loss on exit.
 
     Attributes that hold tensors or plain values are restored. The context provides a dictionary
-    that is filled on exit: for each plain value that had changed, it has the changed value, by the
-    names of layer and attribute.
+    that is filled on exit: it has each plain value that had changed, by the names of layer and
+    attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

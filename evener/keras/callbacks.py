@@ -1,6 +1,6 @@
 """Callbacks that make the `fit` calls of a group's processes behave like one `fit`.
 
-All processes start from the same state and stop together, and only the first one writes files.
+All processes start from the same state and stop together. Only the first one writes files.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks of this process for a `fit`, with `GroupSync` as the last one.
 
-    `given` is the argument of `fit`. Only the first process writes files. Therefore the other
-    processes lose the callbacks in WRITERS, and their ModelCheckpoint only updates its best value.
+    `given` is the argument of `fit`. Only the first process writes files. The other processes
+    therefore lose the callbacks in WRITERS, and their ModelCheckpoint only updates its best value.
     If a callback of any process may stop the training within an epoch, the processes check after
     each batch whether one of them has stopped.
     """
@@ -123,13 +123,10 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback may stop the training within an epoch.
-
-    Such a callback has a hook for batches and isn't one of Keras' or evener's own callbacks,
-    because those do the same in every process. A LambdaCallback counts as the user's, because it
-    runs the user's code.
-    """
+    """True if a user's callback, with a hook for batches, may stop the training within an epoch."""
     kind = type(callback)
+    # Keras' and evener's callbacks do the same in every process, but a LambdaCallback runs the
+    # user's code
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
     own = (
         name in vars(callback) or getattr(kind, name) is not getattr(kinds.Callback, name)
@@ -139,24 +136,18 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _only_judge(judge: Callable[..., bool], *values: Any, **named: Any) -> bool:
-    """Update a ModelCheckpoint's best value, but return False so that the callback writes no file.
-
-    `judge` is the callback's method that decides whether to save.
-    """
+    """Update a ModelCheckpoint's best value by its method `judge`; return False to save nothing."""
     judge(*values, **named)
     return False
 
 
 def _save_backup(backup: Any) -> None:
-    """Save the backup of a BackupAndRestore callback, together with the epoch of its weights.
-
-    The epoch stays known even if the process is killed while it saves. To ensure this, the metadata
-    are written before the weights, and also contain the optimizer's step and the epoch of the
-    previous save (see `_match_epoch`).
-    """
+    """Save the backup of a BackupAndRestore callback, together with the epoch of its weights."""
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)
+    # written before the weights, with the previous save's epoch, so that the epoch is known even if
+    # the process is killed meanwhile (see `_match_epoch`)
     note = {
         "epoch": backup._current_epoch,
         "batch": backup._last_batch_seen,
@@ -169,13 +160,11 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the model's initial epoch to the epoch of the weights that `backup` has restored.
-
-    If the metadata have another optimizer step than the restored optimizer, the last save was
-    interrupted. The weights then come from the previous save.
-    """
+    """Set the model's initial epoch to the epoch of the weights that `backup` has restored."""
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
+        # another optimizer step: the last save was interrupted, so the weights are those of the one
+        # before
         if note.get("steps", int(backup.model.optimizer.iterations)) != int(
             backup.model.optimizer.iterations
         ):
@@ -187,8 +176,8 @@ def save_whole(
 ) -> Any:
     """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
-    Therefore a reader always finds a complete file, even if the process is killed while it saves.
-    The temporary file's name contains `rank`. A file with another suffix, a remote file, and a file
+    A reader always finds a complete file, even if the process is killed while it saves. The
+    temporary file's name contains `rank`. A file with another suffix, a remote file, and a file
     saved with `zipped` or `overwrite` set to False are saved directly.
     """
     path = str(filepath)

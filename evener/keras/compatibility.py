@@ -1,4 +1,4 @@
-"""Check a model before its first step.
+"""Checks a model before its first step.
 
 A model that an engine can't train exactly is refused, or a warning is issued.
 """
@@ -141,8 +141,8 @@ def check_passes(model: Any, rows: int) -> None:
 def check_assigned(weights: Sequence[Any]) -> None:
     """Raise RequestError if `weights` isn't empty.
 
-    `weights` are the trainable weights that a call of the model has assigned. Each device has its
-    own copy of the weights, so such an assignment would be lost.
+    `weights` are the trainable weights that a call of the model has assigned. Such an assignment
+    would be lost, because each device has its own copy of the weights.
     """
     if weights:
         seen = (
@@ -156,7 +156,7 @@ def refuse_in_one_process(seen: str, other: str) -> NoReturn:
     """Refuse a model that needs one process per device.
 
     If `evener launch` started this process and can start one process per device, exit with a code
-    that makes it do so. Otherwise raise RequestError. `seen` is the reason, and `other` a remedy
+    that makes it do so. Otherwise raise RequestError. `seen` is the reason. `other` is a remedy
     that needs only one process.
     """
     ask_for_processes(seen)

@@ -1,8 +1,8 @@
 """Batches of arrays, in an order that every process of a group can reproduce.
 
 The order of an epoch is a permutation that follows from a random number of the epoch, so the rows
-of any step can be computed directly. Therefore a process gathers only its own rows of a global
-batch, and the next epoch's first batch is prepared while this epoch's last batch is trained.
+of any step can be computed directly. A process can therefore gather only its own rows of a global
+batch. The next epoch's first batch is prepared while this epoch's last batch is trained.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
 def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
     """Return `lengths`, the number of tokens in each row, as an int64 array.
 
-    `rows` is the number of rows in x, and `assigner` has the devices' limits. Raises RequestError
+    `rows` is the number of rows in x. `assigner` has the devices' limits. Raises RequestError
     unless `lengths` fits the padded arrays x and each row fits on a device.
     """
     tokens = np.asarray(lengths)
@@ -108,7 +108,7 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
     """Cut the second axis of the tensors in x to the length `steps`.
 
-    A tensor stays unchanged if its second axis isn't as long as that of the first tensor.
+    A tensor is left unchanged if its second axis isn't as long as that of the first tensor.
     """
     whole = _count_steps(x)
     return keras.tree.map_structure(
@@ -117,10 +117,10 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad outputs to the number of steps of x.
+    """Pad outputs of rows that were cut to fewer steps to the number of steps of x.
 
-    This is for outputs of rows that were cut to fewer steps. Only outputs whose number of steps is
-    unknown in the graph are padded. Their masks exclude the padding.
+    Only outputs whose number of steps is unknown in the graph are padded. Their masks exclude the
+    padding.
     """
     whole = _count_steps(x)
 
@@ -174,11 +174,10 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Check that an output of a padded row is the same as for the row without padding.
+    """Raise RequestError unless a padded row's output `whole` equals its output without padding.
 
-    `whole` is the output of the padded row, `short` the output without padding, and `steps` the
-    row's number of tokens. Raises RequestError if the outputs differ, or if neither a mask nor
-    `weights` exclude the padding.
+    `short` is the output without padding, and `steps` the row's number of tokens. Raises
+    RequestError also if neither a mask nor `weights` exclude the padding.
     """
     if whole.shape != short.shape:
         counted = [
@@ -302,11 +301,9 @@ class ArrayBatches:
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:
-        """Return a dataset of an epoch's steps, as pairs of the epoch's random number and the step.
-
-        Each iteration over the dataset draws a new random number, and so yields another epoch.
-        """
+        """Return a dataset of an epoch's steps: pairs of the epoch's random number and the step."""
         steps = tf.data.Dataset.range(self.steps)
+        # each iteration over the dataset yields another epoch
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
         numbers = epoch.flat_map(
             identity(lambda number: steps.map(identity(lambda step: (number, step))))
@@ -319,9 +316,9 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return where the rows from `start` to `stop` of an epoch are in the arrays, as indices.
+        """Return the indices in the arrays of the rows from `start` to `stop` of an epoch.
 
-        `epoch` is the random number of the epoch, which determines the order of its rows.
+        `epoch` is the epoch's random number, which determines the order of its rows.
         """
         places = tf.range(start, stop)
         if self._shuffle:
@@ -372,16 +369,14 @@ def are_arrays(x: Any) -> bool:
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Return the sample weights, computed from `class_weight` if it is given, as Keras does.
-
-    A sample's class is its label or, if the label is one-hot, the column with the largest value.
-    """
+    """Return the sample weights, computed from `class_weight` if it is given, as Keras does."""
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
         raise RequestError("Both class_weight and sample_weight are given.", "Give one of them.")
     labels = np.asarray(y)
     if labels.ndim > 1 and labels.shape[-1] > 1:
+        # one-hot labels
         labels = labels.argmax(-1)
     labels = labels.reshape(len(labels), -1)
     if labels.shape[1] != 1:
@@ -395,8 +390,8 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
     """Return the dataset if it yields batches; otherwise batch its single samples by `size`.
 
-    `inputs` are the model's inputs, if they are known. Raises RequestError if the dataset yields
-    single samples and `size` is None.
+    `inputs` are the model's inputs, if known. Raises RequestError if the dataset yields single
+    samples and `size` is None.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -410,8 +405,8 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     """Return whether a dataset's elements are batches (True) or single samples (False).
 
-    This is inferred from the elements' shapes; `inputs` are the model's inputs, if they are known.
-    Return None if the shapes don't show it.
+    This is inferred from the elements' shapes. `inputs` are the model's inputs, if known. Return
+    None if the shapes don't show it.
     """
     spec = dataset.element_spec
     if isinstance(spec, AssignedArrays):
@@ -428,28 +423,22 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if `x` has the shapes of single samples: each input's shape without the batch axis.
-
-    If the first axis of every shape has no fixed length, it may be a batch axis after all. In that
-    case, return True only if an input has a further axis without a fixed length.
-    """
+    """True if `x` has the shapes of single samples: each input's shape without the batch axis."""
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
         return False
+    # a first axis without a fixed length may be a batch axis after all
     open_inputs = any(size is None for each in inputs for size in each.shape[1:])
     return open_inputs or any(shape[0] is not None for shape in x)
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether these are shapes of batches (True) or of single samples (False).
-
-    In batches, the first axis of every shape has an unknown length. In a single sample, the first
-    axes may differ in length, because they aren't numbers of rows. Return None if the shapes show
-    neither.
-    """
+    """Return whether these are shapes of batches (True) or of single samples (False), or None."""
     leading = {shape[0] for shape in shapes}
+    # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
         return True
+    # first axes of different lengths aren't numbers of rows
     if len(leading) > 1:
         return False
     return None
@@ -485,10 +474,8 @@ def is_plain(chosen: dict[str, Any], model: Any) -> bool:
 
 
 def _are_dense_arrays(chosen: dict[str, Any]) -> bool:
-    """True if inputs, targets and sample weights are arrays of numbers or tensors, or are absent.
-
-    Ragged and sparse tensors, datasets, generators and arrays of Python objects aren't dense.
-    """
+    """True if inputs, targets and sample weights, if any, are arrays of numbers or tensors."""
+    # not ragged or sparse tensors, datasets, generators, or arrays of Python objects
     given = tf.nest.flatten([chosen["x"], chosen["y"], chosen["sample_weight"]])
     leaves = [leaf for leaf in given if leaf is not None]
     return all(_is_dense_array(leaf) for leaf in leaves)
@@ -548,10 +535,8 @@ def _to_tensor(array: Any) -> Any:
 
 
 def _own_threads(count: int) -> Any:
-    """Return tf.data options for a private pool of `count` threads.
-
-    In TensorFlow's shared pool, a waiting collective or the training could delay a batch.
-    """
+    """Return tf.data options for a private pool of `count` threads."""
+    # in TensorFlow's shared pool, a waiting collective or the training could delay a batch
     options = tf.data.Options()
     options.threading.private_threadpool_size = count
     options.threading.max_intra_op_parallelism = 1

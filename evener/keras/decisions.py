@@ -1,4 +1,4 @@
-"""Find decisions in the graph of a step: comparisons that aren't made for each row separately.
+"""Finds decisions in the graph of a step: comparisons that aren't made for each row separately.
 
 An example is the comparison of a batch's mean confidence with a threshold. Such a mean is different
 for parts of a batch, so a part may take a different branch from the whole. Most batches don't
@@ -83,8 +83,8 @@ class Shifts:
     def insert(self, place: str, operation: Any) -> None:
         """Add an amount to the left side of a comparison in the graph that is being traced.
 
-        `place` is the line of user code that created the comparison `operation`. The amount
-        is 0 until `assign` sets it.
+        `place` is the line of user code that created the comparison `operation`. The amount is 0
+        until `assign` sets it.
         """
         left = operation.inputs[0]
         shape = operation.outputs[0].shape
@@ -125,12 +125,10 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """Return, elementwise, the largest distance between `margin` and the margins in `others`.
-
-    Distances within rounding count as 0.
-    """
+    """Return, elementwise, the largest distance between `margin` and the margins in `others`."""
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)
+    # distances within rounding count as 0
     return np.where(farthest > ROUNDING * (1 + np.abs(margin)), farthest, 0.0)
 
 

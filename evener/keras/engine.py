@@ -1,9 +1,8 @@
 """The interface of an engine: a way to train a Keras model on devices, behind Keras' own `fit`.
 
-`Solo` is Keras' own training on one device, `Towers` is one process with several devices, and
-`Workers` is one process of a group. `FitHooks` gets three things from an engine: the steps, the
-form of the data and the wrappers of Keras' functions. `FitHooks` itself has no code for a
-particular engine.
+`Solo` is Keras' own training on one device. `Towers` is one process with several devices. `Workers`
+is one process of a group. `FitHooks` gets three things from an engine: the steps, the form of the
+data and the wrappers of Keras' functions. `FitHooks` itself has no code for a particular engine.
 """
 
 from __future__ import annotations

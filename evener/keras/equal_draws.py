@@ -1,4 +1,4 @@
-"""Make random numbers independent of where a row is computed.
+"""Makes random numbers independent of where a row is computed.
 
 Audits need this when they compare parts of a batch with the whole: a row must get the same random
 numbers, such as a dropout mask, in both.
@@ -38,7 +38,7 @@ _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", defau
 def equal_rows(model: Any) -> Iterator[None]:
     """Return a context in which random numbers and normalization don't depend on other rows.
 
-    Keras draws the same numbers for each row, and normalization layers use their moving averages
+    Keras draws the same numbers for each row. Normalization layers use their moving averages
     instead of the batch's statistics.
     """
     _install()
@@ -65,12 +65,8 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    """Replace the functions of Keras and TensorFlow that draw random numbers, once per process.
-
-    They are replaced because neither library has a hook for this. Outside `equal_rows` and
-    `draws_alike`, the replaced functions work as before. Each call checks the context variables of
-    its thread.
-    """
+    """Replace the functions of Keras and TensorFlow that draw random numbers, once per process."""
+    # neither library has a hook; outside `equal_rows` and `draws_alike` they work as before
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:
         own = getattr(drawn, name)
