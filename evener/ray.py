@@ -47,10 +47,13 @@ def trainer(
 ) -> TorchTrainer:
     """Return a TorchTrainer with one worker per share, on the share's host and device.
 
-    `plan` is a Plan or the path of its file, and each worker calls `train_loop`. `torch_config`
-    configures the process group, `ray_address` is the address of the Ray cluster ("" for Ray's
-    default), and `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host,
-    the host's other GPUs stay reserved for as long as the trainer exists. Raises PlanError,
+    - `plan`: a Plan or the path of its file.
+    - `train_loop`: called by each worker.
+    - `torch_config`: configures the process group.
+    - `ray_address`: the address of the Ray cluster; "" for Ray's default.
+    - `options`: passed to TorchTrainer.
+
+    A host's other GPUs stay reserved for as long as the trainer exists. Raises PlanError,
     RequestError or DeviceError if the plan, the options or the cluster are unsuitable.
     """
     chosen = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -79,11 +82,11 @@ def trainer(
 
 
 def _hold_other_gpus(plan: Plan, nodes: dict[str, Node]) -> list[Any]:
-    """Reserve the unused GPUs of each host on which the plan uses some GPUs.
+    """Reserve the GPUs that the plan leaves unused on its hosts.
 
-    Otherwise Ray might assign an unused GPU to a worker. Return the handles of the reservations,
-    which last as long as the handles exist.
+    Return the handles of the reservations, which last as long as the handles.
     """
+    # Ray might assign an unused GPU to a worker
     held = []
     for host, node in nodes.items():
         own = [share for share in plan.layout.active if share.host == host]
@@ -111,19 +114,18 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
     """Return the resources of each worker on `nodes`, by resource name.
 
-    Each worker gets one CPU, or a fraction of one if a host has fewer CPUs than workers, and one
-    GPU if the plan uses GPUs. Ray requires all workers to have the same resources.
+    A worker gets one CPU, or a fraction if a host has fewer CPUs than workers, and one GPU if the
+    plan uses GPUs.
     """
+    # Ray requires all workers to have the same resources
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
     return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training loop wrapped so that `Split()` finds the plan and the worker's device.
-
-    Both are passed in the same environment variables that `evener launch` uses.
-    """
+    """Return the training loop wrapped so that `Split()` finds the plan and the worker's device."""
+    # by the environment variables that `evener launch` uses
     text = to_toml(plan)
 
     @functools.wraps(train_loop)
@@ -155,10 +157,7 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Set the network interface of gloo and NCCL before the process group is created.
-
-        The chosen interface is the one that reaches the other hosts.
-        """
+        """Make gloo and NCCL use the network interface that reaches the other hosts."""
         worker_group.execute(_set_network_interface, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 

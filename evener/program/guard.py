@@ -226,9 +226,10 @@ class Guard(Recorder):
     def is_sum_over_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is a sum over the batch's rows, such as a count of labels.
 
-        The recorded calls are repeated for a few rows, at once and in two parts, to see whether the
-        parts add up. The result is False if the tensor has a gradient or its calls are unknown.
+        False if the tensor has a gradient or the calls that computed it are unknown.
         """
+        # the calls are repeated for a few rows, at once and in two parts, to see whether the parts
+        # add up
         places, _, is_known = self._walk(tensor)
         entries = [self._tape[place] for place in sorted(places)]
         meets = self._agree is not None and any(each.from_model for each in entries)
@@ -255,12 +256,9 @@ class Guard(Recorder):
             self._busy = False
 
     def _are_parts_added(self, record: LossRecord, tensor: torch.Tensor) -> bool:
-        """True if repeating the calls in `record` shows that the tensor is a sum over rows.
-
-        For the whole batch, the calls must reproduce the tensor. For a few rows, the results for
-        two parts of the rows must add up to the result for all of them. If that result is 0, return
-        False, because zeros would prove nothing.
-        """
+        """True if repeating the calls in `record` shows that the tensor is a sum over rows."""
+        # The whole batch must give the tensor again, and two parts of a few rows must add up. A sum
+        # of 0 proves nothing.
         few = next(iter(self._list_rows()), None)
         if few is None or not _are_near(record.compute(self.batch, self.rows), tensor):
             return False
@@ -273,20 +271,16 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is an integer or boolean 0 or 1 that wasn't computed from the batch.
-
-        Programs exchange such a flag, for example to stop all ranks together.
-        """
+        """True if the tensor is an integer or boolean 0 or 1 that wasn't computed from the batch."""
+        # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def depends_on_rows(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's size depends on the number of rows in the batch.
-
-        The recorded calls are run again on fewer rows to see whether the size changes. If they
-        can't be run again, a tensor that was computed from the batch counts as dependent.
-        """
+        """True if the tensor's size depends on the number of rows in the batch."""
+        # The recorded calls run again on fewer rows to see whether the size changes. If they can't,
+        # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
         places, reached, _ = self._walk(tensor)
@@ -308,7 +302,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Repeat the recorded calls `entries` with 3/4 of the rows; return the new tensor."""
+        """Repeat the recorded calls `entries` with 3/4 of the rows, and return the new tensor."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -319,19 +313,16 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that recomputes the loss in place of `model`.
-
-        For DistributedDataParallel, whose forward pass would communicate with the other ranks, the
-        result is the module inside the wrapper. If all ranks recompute the loss together, the
-        result is `model` itself.
-        """
+        """Return the module that recomputes the loss in place of `model`."""
+        # DistributedDataParallel would communicate, so its inner module is used, unless all ranks
+        # recompute the loss together
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
         """Return why shares would change what is learned from this loss, or why this is unknown.
 
         Return "" if shares give the same gradient as the program's own launcher. If ranks
-        communicate in the models' layers, the losses are compared instead of the gradients.
+        communicate in the models' layers, losses are compared instead of gradients.
         """
         record = self._find_record(loss)
         if self._agree is not None:
@@ -348,7 +339,7 @@ class Guard(Recorder):
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of the calls that computed `loss` from the batch.
 
-        If the loss can't be computed again from this record, return a message with the reason.
+        Return a message with the reason if the loss can't be computed again from it.
         """
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
@@ -365,12 +356,11 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss; the result is the same on all ranks.
+        """Return why shares can't be used with a loss, the same on all ranks; "" if they can.
 
-        To find out, all ranks run the same passes. `record` has the recorded calls of the loss on
-        this rank, or the reason why there are none. `agree` gathers each rank's reason and returns
-        the first one. If any rank has a reason before the passes, that reason is returned at once.
-        Return "" if no rank finds a reason.
+        All ranks run the same passes to find out. `record` has the calls that computed the loss on
+        this rank, or says why there are none. `agree` gathers the ranks' reasons and returns the
+        first.
         """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
@@ -432,12 +422,9 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows than in this batch.
-
-        Return "" if no reason is found. A reason is only possible if the loss uses a tensor with
-        one entry per row that isn't in the batch. In that case, this method tries to compute the
-        loss of one more row, without its gradient.
-        """
+        """Return why this rank can't have more rows than in this batch; "" if no reason is found."""
+        # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
+        # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
             return ""
         more = [
@@ -451,12 +438,11 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss is found to be a sum over rows; then also set `are_sums`.
+        """True if the loss is a sum over rows; then also set `are_sums`.
 
-        `cause` is the likely cause of a difference that was found. Return False if it isn't "sum",
-        if this guard mustn't look for sums, or if a number in the loss may count rows, such as
-        len() of a list. Such a number would make a mean look like a sum.
+        `cause` is the likely cause of a difference that was found.
         """
+        # a number that counts rows, such as len() of a list, would make a mean look like a sum
         if not self._finds_sums or cause != "sum" or record.may_count_rows():
             return False
         self.are_sums = True
@@ -464,18 +450,15 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums over rows, but the program may divide gradients by a row count.
-
-        More precisely, it changes weights or gradients with a number that may count rows.
-        """
+        """True if losses are sums over rows, but the program may divide gradients by a row count."""
+        # it changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
     def _collate_few(self) -> FewRows | None:
         """Return a few rows that the loader's collate function has collated again.
 
-        Return None if collating them again may give a different batch, or if the number of tensors
-        in a batch depends on its number of rows, as in a list of pictures. The rows are fetched on
-        the first call only.
+        Return None if that may give a different batch, or another number of tensors. The rows are
+        fetched on the first call only.
         """
         if not self._collated and self._few is not None:
             few = self._few()
@@ -485,12 +468,9 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return several selections of a few rows of the batch, in the order in which to try them.
-
-        Rows that the loader's collate function has collated again come first, if there are any.
-        Next come rows that are cut from the batch and chosen to differ, and last the same number of
-        rows in the batch's order.
-        """
+        """Return several selections of a few rows of the batch, in the order in which to try them."""
+        # collated again by the loader, then cut from the batch and chosen to differ, then cut in
+        # order
         every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
         return [each for each in every if each is not None]
@@ -510,7 +490,7 @@ def _count_tensors(batch: Any) -> int:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return a message that the loss can't be computed again, with this error as the reason."""
+    """Return a message that the loss can't be computed again because of this error."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 
@@ -526,10 +506,9 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
-    """Return a GradientSketcher for these models only.
+    """Return a GradientSketcher for these models only, for use before shares are uneven.
 
-    It is used before the program trains by shares. With `losses_only`, losses are computed without
-    gradients.
+    With `losses_only`, losses are computed without gradients.
     """
     every = list(models)
     return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

@@ -1,8 +1,8 @@
 """Install the hooks of a process that `evener run` or `evener launch` started.
 
-For both commands, a hook lets PyTorch's processes rendezvous without a port. For `evener launch`,
-hooks check that the script reads its plan. For `evener run`, hooks wrap functions of the libraries
-that the program trains with.
+Both commands let PyTorch's processes rendezvous without a port. For `evener launch`, hooks check
+that the script reads its plan. For `evener run`, hooks wrap functions of the libraries that the
+program trains with.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 def install() -> None:
     """Register the hooks if evener started this process with a plan or a device.
 
-    If none of the hooked libraries is imported yet, the hooks are registered on the first import
-    of one of them.
+    Before any hooked library is imported, the hooks are registered on the first import of one.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return
@@ -98,9 +97,10 @@ def install() -> None:
 class _HookFinder:
     """An import finder that registers the hooks on the first import of a hooked library.
 
-    It then removes itself and leaves finding the module to the other finders. Registering waits
-    for this import because importing wrapt takes a while.
+    It then removes itself, and the other finders find the module.
     """
+
+    # registering waits for this import, because importing wrapt takes a while
 
     def find_spec(self, name: str, *_: Any) -> Any:
         if name not in _LIBRARIES:
@@ -175,10 +175,8 @@ def _watch_steps(_: Any) -> None:
 
 
 def _watch_loader_classes(torch: Any) -> None:
-    """Hook each class derived from DataLoader that has its own `__iter__`, when it is defined.
-
-    An example is torchdata's StatefulDataLoader.
-    """
+    """Hook each class derived from DataLoader that defines its own `__iter__`."""
+    # for example, torchdata's StatefulDataLoader
     from wrapt import wrap_function_wrapper
 
     parent = torch.utils.data.DataLoader
@@ -194,9 +192,9 @@ def _watch_loader_classes(torch: Any) -> None:
 def print_own_error(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """Print evener's own errors as messages instead of tracebacks, and exit with their exit code.
+    """Print evener's own errors as messages without traceback, and exit with their exit code.
 
-    Any other error is passed to `before`, the previous sys.excepthook.
+    Other errors are passed to `before`, the previous sys.excepthook.
     """
     if not isinstance(error, EvenerError):
         before(kind, error, trace)
@@ -212,10 +210,10 @@ def print_own_error(
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Destroy a process group once gloo's threads have released their work items.
 
-    This function wraps `torch.distributed.destroy_process_group`. Work items hold Python objects:
-    a thread that releases them while the interpreter shuts down aborts the process, and a thread
-    that releases them while its group is destroyed blocks forever.
+    This wraps `torch.distributed.destroy_process_group`.
     """
+    # Work items hold Python objects. A thread that releases them during the interpreter's shutdown
+    # aborts the process; while its group is destroyed, it blocks forever.
     wait_until_asleep(_GLOO)
     return wrapped(*arguments, **keywords)
 
@@ -229,9 +227,9 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _import_later(target: str) -> Any:
-    """Return a function that calls `target` and imports its module only when it is called.
+    """Return a function that imports and calls `target`, such as "group:begin", when it is called.
 
-    `target` is a module of this package and a function in it, such as "group:begin".
+    `target` is a module of this package and a function in it.
     """
     name, _, function = target.partition(":")
     return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)

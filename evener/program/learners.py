@@ -1,7 +1,7 @@
 """Let a fastai Learner that trains on one device train in a single process under `evener run`.
 
-If the environment variable WORLD_SIZE names several ranks, a Learner gathers metrics from all of
-them, even without a process group. A hook prevents that.
+If WORLD_SIZE names several ranks, a Learner gathers metrics from all of them, even without a
+process group. A hook prevents that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .program import PROGRAM
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Gather a tensor from all ranks, or return it if this process trains alone.
 
-    This function wraps `fastai.torch_core.maybe_gather`.
+    This wraps `fastai.torch_core.maybe_gather`.
     """
     if PROGRAM.is_single_rank:
         return arguments[0] if arguments else keywords["x"]
@@ -25,7 +25,7 @@ def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Train a Learner; if it trains alone, suggest how to train on all devices.
 
-    This function wraps `Learner.fit`.
+    This wraps `Learner.fit`.
     """
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_fastai())

@@ -1,9 +1,9 @@
 """Follow a plain PyTorch loop, and divide its rows by shares.
 
 Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
-Each rank draws the batches of every rank from copies of its batch sampler. Therefore it knows the
-global batches, and divides their rows by shares without communication. Nothing changes before one
-whole step has been observed.
+Each rank draws every rank's batches from copies of its batch sampler. So it knows the global
+batches, and divides their rows without communication. Nothing changes before one whole step has
+been observed.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Start an iteration over a DataLoader whose class has its own `__iter__`.
 
-    evener follows the iteration as a training loop if the program trains in it, and if PyTorch's
-    iterator, or one derived from it, makes the batches. It leaves any other iteration alone,
-    because it can't know how many batches are fetched ahead.
+    Return a Loop if the program trains in it and PyTorch's iterator makes the batches.
     """
+    # with any other iterator, the number of batches fetched ahead is unknown
     if getattr(loader.batch_sampler, "opens", False) or not PROGRAM.trains(loader):
         return wrapped(*arguments, **keywords)
     loop = Loop(loader, partial(wrapped, *arguments, **keywords))
@@ -69,7 +68,7 @@ def begin_own(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
     """Start an iteration over a loader of accelerate or timm, which wraps a DataLoader.
 
-    It is returned as a Loop if the program trains in it.
+    Return a Loop if the program trains in it.
     """
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains(inner) else wrapped()
@@ -78,8 +77,8 @@ def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
 class Loop:
     """An iteration over a DataLoader, in which the program may train by shares.
 
-    If a loader of accelerate or timm wraps the DataLoader, `outer` is that loader, which fetches
-    one more batch ahead. `begin` starts the iteration.
+    `begin` starts the iteration. `outer` is the loader of accelerate or timm that wraps the
+    DataLoader, if any; it fetches one more batch ahead.
     """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
@@ -181,8 +180,7 @@ class Loop:
     def few_rows(self) -> FewRows | None:
         """Return a few rows of the current batch, collated as they would be with shares.
 
-        Return None if collating can't differ from slicing the batch, or if the loader's collate_fn
-        doesn't reproduce the batch that the program received.
+        Return None if the collate function only stacks rows, or if it doesn't reproduce the batch.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -206,8 +204,8 @@ _OTHER_ROWS = "its sampler draws other rows each time that it is asked"
 class SharedBatches:
     """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
 
-    In other loops it yields the original batches. `sampler` divides the rows of the most recent
-    training loop. If `sampler` is None, `fault` says why the rows can't be divided.
+    In other loops it yields the original batches. `sampler` divides the rows of the latest training
+    loop. If it is None, `fault` says why the rows can't be divided.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
@@ -221,8 +219,7 @@ class SharedBatches:
     def of(cls, loader: Any) -> SharedBatches:
         """Return the loader's SharedBatches, which is installed on first use.
 
-        If rows can't be divided, the loader keeps its own sampler, and only the result's `fault` is
-        used.
+        If rows can't be divided, it isn't installed and only has a `fault`.
         """
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):
@@ -243,11 +240,9 @@ class SharedBatches:
         return getattr(self.given, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle and copy the program's own sampler instead of this object.
-
-        The program's files then don't refer to evener. Pickle protocol 1 is used, because later
-        protocols don't allow an object to be replaced by one of another class.
-        """
+        """Pickle and copy the program's own sampler instead of this object."""
+        # So the program's files don't refer to evener. Later protocols than 1 don't allow an object
+        # to be replaced by one of another class.
         return self.given.__reduce_ex__(1)
 
     def __iter__(self) -> EpochBatches:
@@ -257,11 +252,11 @@ class SharedBatches:
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
         """Yield an epoch's batches, divided by shares if possible.
 
-        `drawn` has the batches of the program's own sampler. One of them is drawn for each batch
-        that is yielded, because a loop may leave an epoch early, and the next epoch's rows may
-        depend on how far the sampler got. If `resumes` is True, `drawn` resumes an epoch, and its
-        batches are yielded unchanged.
+        `drawn` has the batches of the program's own sampler. If it resumes an epoch (`resumes`),
+        its batches are yielded unchanged.
         """
+        # One of them is drawn for each batch, because a loop may leave an epoch early, and the next
+        # epoch's rows may depend on how far the sampler got.
         opens, self.opens, self.sampler = self.opens, False, None
         divided = self._divide() if opens and not resumes else None
         if divided is None:
@@ -281,8 +276,8 @@ class SharedBatches:
     def _divide(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
         """Divide the rows of the next epoch by shares.
 
-        Return the sampler that divides them, and the batches that the program's own sampler is
-        expected to draw for this rank. If rows can't be divided, set `fault` and return None.
+        Return the sampler that divides them, and the batches that this rank's own sampler should
+        draw. If rows can't be divided, set `fault` and return None.
         """
         self.fault = ""
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -307,10 +302,9 @@ class SharedBatches:
 
 
 class EpochBatches:
-    """An iterator over an epoch's batches of a SharedBatches.
+    """An iterator over an epoch's batches of a SharedBatches."""
 
-    For such an iterator, torchdata's loaders save the state of the program's own sampler.
-    """
+    # torchdata's loaders save the state of the program's own sampler through it
 
     def __init__(self, shared: SharedBatches) -> None:
         self._shared = shared
@@ -349,11 +343,11 @@ class EpochBatches:
 def _draw_beside(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
-    """Yield `batches`, and draw one batch of the program's own sampler for each of them.
+    """Yield `batches`, and draw one batch of the program's own sampler for each.
 
-    `drawn` yields the sampler's batches. Raises RequestError if a drawn batch differs from the one
-    in `expected`, because rows would then be left out or trained twice.
+    `drawn` yields the sampler's batches. Raises RequestError if one differs from `expected`.
     """
+    # rows would then be left out or trained twice
     for batch, own in zip(batches, expected, strict=True):
         if list(next(drawn, ())) != own:
             raise _uneven("its sampler draws other rows than it did when the epoch began")
@@ -365,7 +359,7 @@ def _draw_beside(
 def name_own_sampler(sampler: Any) -> str:
     """Return the class name of a batch sampler that the program or a library defines.
 
-    The result is empty if PyTorch's own classes make the batches.
+    Return "" if PyTorch's own classes make the batches.
     """
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]
@@ -396,9 +390,9 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
     """Return the batches that a batch sampler draws for a rank.
 
-    The result has at most one batch more than the sampler's length. Raises RequestError if the
-    sampler can't be copied for the rank.
+    Raises RequestError if the sampler can't be copied for the rank.
     """
+    # at most one batch more than the sampler's length
     try:
         with kept_state():
             twin = _copy_for(sampler, rank)
@@ -408,9 +402,9 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 
 
 def _check_sizes(every: list[list[Any]]) -> None:
-    """Raise RequestError unless all batches of all ranks have the same number of rows.
+    """Raise RequestError unless all batches have the same number of rows on all ranks.
 
-    The last batch may be smaller, but must have as many rows on each rank.
+    The last batch may be smaller, but equally on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
@@ -423,7 +417,7 @@ def _uneven(why: str) -> RequestError:
 
 
 def join_ranks(every: Any) -> list[Any]:
-    """Return the rows of an epoch, grouped by global batch and, within a batch, by rank."""
+    """Return the rows of an epoch, grouped by global batch and then by rank."""
     return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
@@ -448,8 +442,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 def _find_place(sampler: Any) -> Any:
     """Return the sampler that stores this process's rank, and the attribute's name.
 
-    The result is `sampler` itself or a sampler nested in it. Return None if none of them stores
-    the rank.
+    It is `sampler` or one nested in it. Return None if none of them stores the rank.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:
@@ -472,9 +465,9 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Start an iteration in which one rank reads the rows of all ranks, and yield its batches.
+    """Yield the batches of an iteration in which one rank reads the rows of all ranks.
 
-    If the program trains in it, report that shares stay even for this reason.
+    If the program trains in it, report that shares stay even.
     """
     if PROGRAM.trains(outer):
         PROGRAM.stay_even(DISPATCHED)

@@ -1,7 +1,6 @@
 """Mark tensors with the collective that their values come from, and find these marks.
 
-A mark belongs to a single tensor or to a storage. The mark of a storage applies to all tensors
-that are views of it.
+A mark belongs to a single tensor, or to a storage and thereby to all views of it.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ class TensorMarks:
             }
 
     def find(self, tensor: torch.Tensor) -> str:
-        """Return the place that a tensor's values come from, or "" if it is unknown.
-
-        The tensor's own mark has priority over the mark of its storage.
-        """
+        """Return the place that a tensor's values come from, or "" if it is unknown."""
+        # the tensor's own mark has priority over the mark of its storage
         if tensor in self._made:
             return self.find_own(tensor)
         storage = find_storage(tensor)
@@ -54,9 +51,9 @@ class TensorMarks:
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
     def find_own(self, tensor: torch.Tensor) -> str:
-        """Return the place in the tensor's own mark, or "" if the tensor isn't marked.
+        """Return the place in the tensor's own mark, or "" if it has none.
 
-        A mark of the tensor's storage is ignored.
+        The mark of its storage is ignored.
         """
         return str(self._made.get(tensor, ""))
 

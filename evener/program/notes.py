@@ -1,7 +1,7 @@
 """A rank's reports to the user and to `evener run`.
 
-A rank prints how its training starts or why shares stay even, and writes a RankNote for `evener
-run` when its process exits.
+A rank prints how its training starts or why shares stay even. It writes a RankNote when its process
+exits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ READ_STEPS = 10  # number of steps between readings of the timer, which stores t
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch of the earlier training run that determined a plan's shares.
+    """The model and batch of the earlier training run that determined a plan's shares."""
 
-    Both are compared with the current model and batch, because these shares may be wrong for a
-    different model or batch.
-    """
+    # for another model or batch, these shares may be wrong
 
     model: str  # a digest of the shapes and types of its parameters and buffers
     rows: int  # rows per step
@@ -62,21 +60,15 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings that `evener run` passed to this process.
-
-    Return default settings if `evener run` didn't start it.
-    """
+    """Return the settings that `evener run` passed to this process, or default settings."""
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
 
 
 def say(words: str) -> None:
-    """Print the line `words` from evener to standard error, on the first rank only.
-
-    If there are several ranks, a line break comes first, so that the line isn't appended to a
-    progress bar. It consists of a carriage return and a newline, because tools that merge the
-    output of several processes then drop the empty line.
-    """
+    """Print the line `words` from evener to standard error, on the first rank only."""
+    # With several ranks, a line break keeps it off a progress bar. It begins with a carriage
+    # return, so that tools that merge the output of processes drop the empty line.
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         sys.stderr.write(f"{begin}evener: {words}\n")
@@ -86,7 +78,7 @@ def say(words: str) -> None:
 class Notebook:
     """Records this rank's training, and writes it as a RankNote when the process exits.
 
-    A Notebook also prints evener's messages to the user, each of them once.
+    It also prints evener's messages to the user, each of them once.
     """
 
     def __init__(self, settings: ProgramSettings) -> None:
@@ -124,7 +116,7 @@ class Notebook:
         )
 
     def stay_even(self, why: str, more: str = "") -> None:
-        """Record why the program trains unchanged; print the reason once, followed by `more`.
+        """Record why the program trains unchanged, and print the reason once, followed by `more`.
 
         Later reasons are ignored.
         """
@@ -133,9 +125,9 @@ class Notebook:
             say(f"shares stay even: {self.why}{more}")
 
     def suppose_even(self, why: str) -> None:
-        """Print why shares stay even, but leave open that a later loop trains by shares.
+        """Print why shares stay even, but allow a later loop to train by shares.
 
-        If no later loop does, `why` is written to the RankNote.
+        If none does, the RankNote has the reason `why`.
         """
         self.pending_reason, self._supposes_even = why, True
         say(f"shares stay even: {why}")
@@ -153,10 +145,8 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the times of the steps that the device has completed since the last call.
-
-        Steps with fewer rows than a global batch, such as an epoch's last step, are ignored.
-        """
+        """Record the times of the steps that the device has completed since the last call."""
+        # without steps of fewer rows than a global batch, such as an epoch's last
         for step in self._training.timer.last():
             if step.number <= self._read:
                 continue
@@ -165,10 +155,9 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's RankNote to the settings' folder, if a folder is set.
+        """Write this rank's RankNote, if the settings name a folder for it.
 
-        If nothing has trained by shares, the note has the reason. A reason that hasn't been
-        printed yet is printed first.
+        If nothing has trained by shares, also record why, and print the reason unless that is done.
         """
         if not self.settings.folder:
             return

@@ -1,7 +1,7 @@
 """Track what a program computes from values that its ranks exchange.
 
-Uneven shares change exchanged values. The change matters if the values affect the program's loss,
-weights or learning rates, but not if they are only printed.
+Uneven shares change exchanged values. That matters if these affect the program's loss, weights or
+learning rates, but not if they are only printed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from .totals import Rows, Totals
 
 
 class Origins:
-    """Tracks which tensors depend on exchanged values, and which collective exchanged them.
+    """Tracks which tensors depend on exchanged values, and which collective exchanged them."""
 
-    A tensor that a function computed from exchanged values is tracked by its identity. If exchanged
-    values were written into a tensor, its storage is tracked, and with it all views of the storage.
-    A tensor isn't tracked if it was computed from a storage before exchanged values were written
-    there.
-    """
+    # A tensor computed from exchanged values is tracked by its identity. A tensor into which they
+    # were written is tracked by its storage, and with it all views; tensors computed from the
+    # storage before that aren't.
 
     def __init__(self) -> None:
         self._marks = TensorMarks()
@@ -55,11 +53,9 @@ class Origins:
         self.totals.write_gathered(data, place)
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Record that the objects in `data` were exchanged at `place` (see `write`).
-
-        If the objects include Python numbers, the program counts as having read them, because what
-        it does with a Python number can't be tracked.
-        """
+        """Record that the objects in `data` were exchanged at `place` (see `write`)."""
+        # what the program does with Python numbers can't be tracked, so it counts as having read
+        # them
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):
             self._note_read(place)
@@ -69,10 +65,9 @@ class Origins:
         self.reads += 1
 
     def find(self, data: Any) -> str:
-        """Return the place of an exchange that a tensor in `data` depends on.
+        """Return the place of an exchange that a tensor in the nested `data` depends on.
 
-        `data` may be nested, and its first such tensor counts. Return "" if no tensor depends on an
-        exchange.
+        Return "" if no tensor depends on an exchange.
         """
         for each in leaves_of(data):
             place = self._marks.find(each) if isinstance(each, torch.Tensor) else ""
@@ -83,8 +78,7 @@ class Origins:
     def find_made(self, tensor: torch.Tensor) -> str:
         """Return the place of the exchange whose values a function used to compute this tensor.
 
-        Return "" if the tensor wasn't computed from exchanged values. Values that were only written
-        into the tensor's storage are ignored.
+        Return "" if there is none. Values written into the tensor's storage are ignored.
         """
         return self._marks.find_own(tensor)
 

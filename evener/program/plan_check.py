@@ -35,7 +35,7 @@ def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def check_use() -> None:
     """Raise SystemExit if no process of this launch has read a plan.
 
-    Before that, one process of the launch prints how to read the plan.
+    One process first prints how to read the plan.
     """
     if is_used(os.environ[PLAN_USED]):
         return

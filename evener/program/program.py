@@ -1,7 +1,6 @@
 """Follow a program that `evener run` started, and train its plain PyTorch loop by shares.
 
-Each process of the program has one `Program` object, PROGRAM, whose methods the hooks of
-`evener.program.install` call.
+The hooks of `evener.program.install` call the methods of PROGRAM, the process's only `Program`.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ EXCHANGE_SECONDS = 60.0  # timeout for all ranks to reach the end of the first s
 class Program:
     """Trains the program by shares, at the earliest from its second training step on.
 
-    In the first step, all ranks check whether uneven shares are possible. `training` is None until
-    the program trains by shares. A program that can't train by shares runs unchanged.
+    In the first step, all ranks check whether uneven shares are possible. If not, the program runs
+    unchanged. `training` is None until the program trains by shares.
     """
 
     def __init__(self) -> None:
@@ -99,17 +98,17 @@ class Program:
     def sizes(self) -> tuple[int, ...]:
         """Number of rows of each rank in the current batch, used to weight gradients.
 
-        The tuple is empty before the first batch.
+        Empty before the first batch.
         """
         return () if self._loop is None else self._loop.sizes
 
     def trains(self, loader: Any) -> bool:
         """True if a loop over a DataLoader that begins now is probably a training loop.
 
-        In such a loop, a model is in training mode, or the program has trained with this loader
-        before: a program may leave its models in evaluation mode after an epoch. Without other
-        ranks, the result is False.
+        False without other ranks.
         """
+        # a model is in training mode, or the loader has trained before: some programs leave their
+        # models in evaluation mode after an epoch
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not group or self._others or not torch.is_grad_enabled():
             return False
@@ -120,27 +119,22 @@ class Program:
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
         """Initialize a wrapper for a model, and record the wrapped model for training by shares.
 
-        `model` is the new wrapper, of DistributedDataParallel, FSDP1 or DeepSpeed, and `wrapped` is
-        its `__init__`.
+        `wrapped` is the `__init__` of the wrapper `model`, a DistributedDataParallel, FSDP1 or
+        DeepSpeed.
         """
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model, and remove recorded models that are among its layers.
-
-        Nothing changes if the model itself is a layer of a recorded model.
-        """
+        """Record a model unless it is a layer of a recorded one, and remove its recorded layers."""
         if not any(model in other.modules() for other in self.models):
             for each in model.modules():
                 self.models.pop(each, None)
             self.models[model] = None
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Shard models with FSDP2's `fully_shard`, and record them for training by shares.
-
-        Programs also shard single layers; only the whole model stays recorded.
-        """
+        """Shard models with FSDP2's `fully_shard`, and record them for training by shares."""
+        # programs also shard single layers; only the whole model stays recorded
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
@@ -150,8 +144,7 @@ class Program:
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a backward pass; this wraps `torch.autograd.backward`.
 
-        If the program trains by shares and a library averages gradients over ranks, the rank's loss
-        is weighted by its rows.
+        If a library averages gradients over ranks, the loss is weighted by the rank's rows.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -167,11 +160,8 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass. After many without an optimizer step, report why shares stay even.
-
-        The hooks see the steps of PyTorch's own optimizers, but not those of other optimizers, such
-        as fastai's.
-        """
+        """Count a backward pass; after many without an optimizer step, report why shares stay even."""
+        # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
             return
@@ -187,10 +177,8 @@ class Program:
             self._end_strictly(words)
 
     def _find_loader_obstacle(self) -> str:
-        """Return why evener can't divide the batches of the loop in which an optimizer steps.
-
-        The optimizer trains a wrapped model, so the reason is in the loop's loader.
-        """
+        """Return why evener can't divide the batches of a loop in which an optimizer steps."""
+        # the optimizer trains a wrapped model, so the reason is in the loop's loader
         if self._own_iteration:
             return views.OWN_ITERATION.format(self._own_iteration)
         return views.BEGUN_EARLY if self._has_begun_early else views.NO_LOADER
@@ -210,22 +198,16 @@ class Program:
         self._has_begun_early = not self.models
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step.
-
-        Until the program trains by shares, also check whether the step depends on values that ranks
-        exchanged, because shares then have to stay even.
-        """
+        """Record that an optimizer is about to step."""
+        # before training by shares, also whether values that ranks exchanged affect the step
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
                 self._note_entered(optimizer)
 
     def _note_entered(self, optimizer: Any) -> None:
-        """Check whether values that ranks exchanged affect an optimizer's step.
-
-        They do if the loss, the gradients, the weights or the optimizer's settings were computed
-        from exchanged values. This is then recorded as a fault, so that shares stay even.
-        """
+        """Record a fault if values that ranks exchanged affect an optimizer's step."""
+        # through the loss, the gradients, the weights or the optimizer's settings
         exchanges = self.exchanges
         if not exchanges.origins.seen:
             return
@@ -251,7 +233,7 @@ class Program:
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """Record that an optimizer has stepped.
 
-        If it steps outside the loops that can train by shares, report why shares stay even.
+        If that is outside the loops that can train by shares, report why shares stay even.
         """
         self._updated = True
         self._stepped = True
@@ -272,8 +254,8 @@ class Program:
     def _note_rates(self, optimizer: Any) -> None:
         """Add an optimizer's settings to the digest that ranks compare.
 
-        Also record a fault if the optimizer trains parameters outside all models. Once the program
-        trains by shares, only learning rates are added and there is no such check.
+        Until the program trains by shares, also record a fault if the optimizer trains parameters
+        outside all models. After that, only learning rates are added.
         """
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -286,7 +268,7 @@ class Program:
     def _note_single_rank(self, optimizer: Any) -> None:
         """Report that this process trains without a process group.
 
-        If the program has no other process that trains, suggest how to train on all devices.
+        If no other process trains, suggest how to train on all devices.
         """
         if self.notebook.why:
             return
@@ -311,11 +293,9 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings at the start of a batch, to detect changes within it.
-
-        Between batches, settings are changed by a schedule. Within a batch, they may be changed
-        because of an exchanged value that the program has read.
-        """
+        """Record the optimizers' settings at the start of a batch, to detect changes within it."""
+        # a schedule changes them between batches; within a batch, an exchanged value may be the
+        # cause
         self._begun_reads = self.exchanges.origins.reads
         for optimizer in list(self._begun_rates):
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
@@ -323,8 +303,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why the optimizer's step isn't in a loop that can train by shares.
 
-        The report isn't final, because a later loop of the program may train by shares. Raises
-        RequestError if `evener run` was started with `--strict`.
+        A later loop may still train by shares. Raises RequestError if `evener run` was started with
+        `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._find_loader_obstacle())
         if words:
@@ -334,9 +314,9 @@ class Program:
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Clip gradients as the program requests.
 
-        Raises RequestError if the program trains by shares and clips before gradients are
-        all-reduced, because clipping would then depend on the shares.
+        Raises RequestError if the program trains by shares and clips before the all-reduce.
         """
+        # clipping would then depend on the shares
         if not self._others and any(
             not getattr(each, "require_backward_grad_sync", True) for each in self.models
         ):
@@ -359,8 +339,8 @@ class Program:
     def _note_callback(self, start: EvenStart, name: str) -> None:
         """Record that the program's own code calls the collective `name` in a trainer's step.
 
-        `start` manages the trainer's first steps, which are even. In later steps nothing is
-        recorded, but a warning is printed if shares are uneven.
+        `start` manages the trainer's even first steps. In later steps, only warn if shares are
+        uneven.
         """
         place = find_callback()
         if not place or not start.is_training:
@@ -373,8 +353,8 @@ class Program:
     def note_exchange(self) -> None:
         """Warn that averages over ranks give each rank the same weight, although shares differ.
 
-        This method is called for each collective of the program. It does nothing if the current
-        batch is divided evenly or no model is training.
+        This is called for each collective of the program. Nothing happens if the batch is divided
+        evenly or no model is training.
         """
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
@@ -399,11 +379,8 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _needs_guard(self, loop: Any) -> bool:
-        """True if a guard should check the loss of the loop's current batch.
-
-        Guards check every batch before the program trains by shares, the first batch with uneven
-        shares, and then single batches at growing intervals.
-        """
+        """True if a guard should check the loss of the loop's current batch."""
+        # every batch before training by shares, the first uneven one, then at growing intervals
         if self.training is None:
             return not self.notebook.why and not loop.shared_batches.fault
         if loop.origin is None:
@@ -412,11 +389,8 @@ class Program:
         return is_first_uneven or self._steps == self._look
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
-        """Begin a step that trains by shares.
-
-        If the program's settings changed before this step, create a guard that checks the step. The
-        time of a step with a guard isn't used for rebalancing.
-        """
+        """Begin a step that trains by shares, with a guard if settings changed before it."""
+        # a guard disturbs the step's time, which isn't used for rebalancing
         if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program divides itself
             training.weights.begin(loop.sizes)
@@ -443,14 +417,14 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass, so no rank can run a pass alone."""
+        """True if ranks communicate in each forward pass, so that no rank can run a pass alone."""
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
         """End the loop's current step when it requests its next batch.
 
-        After a step in which an optimizer has stepped, the program may start to train by shares.
-        All ranks call this method the same number of times.
+        If an optimizer stepped, the program may start to train by shares. All ranks call this
+        equally often.
         """
         if self._loader_steps is not None and loop.origin is not None:
             self._loader_steps.done(loop.sizes, (0, 0))
@@ -474,9 +448,8 @@ class Program:
             self._compare(loop)
 
     def _drop_guard(self) -> None:
-        """Discard a guard that saw no backward pass in this batch.
-
-        The next batch gets a new guard.
+        """Discard a guard that saw no backward pass in this batch, so that the next batch gets a
+        new one.
         """
         if self._guard is not None and not self._guard.done:
             self._guard.close()
@@ -485,7 +458,7 @@ class Program:
     def _note_several(self, loop: Any) -> None:
         """Handle a loop whose step also uses a batch from another loop.
 
-        Raises RequestError if the program trains by shares and the two loops divide their rows in
+        Raises RequestError if the program trains by shares, and the two loops divide their rows in
         different ratios.
         """
         self.notebook.pending_reason = views.SEVERAL
@@ -504,7 +477,7 @@ class Program:
     def _guard_again(self, loop: Any) -> None:
         """Count a step by shares, and compare the ranks' records of their steps if that is due.
 
-        All ranks call this method after the same step.
+        All ranks call this after the same step.
         """
         self._steps += 1
         if self._steps > self._look:
@@ -519,11 +492,8 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Send the other ranks what the guard has found after a change of settings.
-
-        The result is the reason why shares have to become equal, or "" if there is none. This
-        method doesn't wait for the other ranks, because they may not have seen the change.
-        """
+        """Send the other ranks what the guard has found after a change of settings."""
+        # without waiting for them, because they may not have seen the change
         assert self.training is not None
         self._rechecks = False
         guard, self._guard = self._guard, None
@@ -543,8 +513,8 @@ class Program:
     def _compare(self, loop: Any) -> None:
         """Gather and compare all ranks' records of the steps since the last comparison.
 
-        Raises RequestError if the ranks' row orders or learning rates differ. On any other
-        difference or a fault of a rank, the training returns to even shares.
+        Raises RequestError if the ranks' row orders or learning rates differ. Any other difference
+        or fault makes the training return to even shares.
         """
         every = self.exchange(self._view(loop))
         loop.compared = True
@@ -568,8 +538,8 @@ class Program:
     def go_even(self, training: PlannedTraining, fault: str) -> None:
         """Return a training run to even shares permanently, and print `fault` as the reason.
 
-        Every rank calls this method after the same step. Raises RequestError if `evener run`
-        was started with `--strict`.
+        Every rank calls this after the same step. Raises RequestError if `evener run` was started
+        with `--strict`.
         """
         why = fault.rstrip(".")
         if training.begins_even:  # nothing was trained by uneven shares
@@ -590,7 +560,7 @@ class Program:
     def audit(self, training: PlannedTraining) -> None:
         """Make audits compare a run's shares with the equal shares of the program's own launcher.
 
-        If an audit finds a difference, the training run returns to even shares.
+        A difference makes the run return to even shares.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 
@@ -610,8 +580,8 @@ class Program:
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather a value from every rank through the process group's store, in rank order.
 
-        `own` is this rank's value, of a type that msgspec can encode. If a rank is missing after
-        `seconds`, return an empty list; 0 means no timeout.
+        `own` is this rank's value, of a type that msgspec can encode. Return an empty list if a
+        rank is missing after `seconds`; 0 means no timeout.
         """
         self._exchanges += 1
         store = default_store()
@@ -626,21 +596,20 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Gather from each rank why shares can't be used; return the first reason in rank order.
+        """Return the first reason of any rank why shares can't be used; "" if there is none.
 
-        `fault` is this rank's reason; the result is "" if no rank has one. Ranks call this method
-        before they run the same passes, in which they communicate layer by layer. If a rank is
-        missing, the result says so.
+        `fault` is this rank's reason. A missing rank is a reason, too.
         """
+        # before ranks run passes together, in which they communicate layer by layer
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
         """Train a loop by shares from its next batch on, or report why that is impossible.
 
-        If the program itself has exchanged values, wait for one more step first, because that step
-        may use these values. All ranks call this method after the same step.
+        All ranks call this after the same step.
         """
+        # if the program has exchanged values, wait one more step, which may use them
         every = self.exchange(self._view(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
         if fault:
@@ -684,9 +653,8 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return the plan with which to start training these models.
 
-        None means the plan of `evener run`, unchanged. If its shares come from an earlier training
-        run of another model or batch, the result is that plan with even shares. `global_batch` is
-        the number of rows per step.
+        None means the unchanged plan of `evener run`. If its shares come from a run of another
+        model or batch, return it with even shares. `global_batch` is the number of rows per step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
@@ -711,8 +679,9 @@ class Program:
     ) -> PlannedTraining:
         """Return a PlannedTraining of these models with the plan from `evener run`.
 
-        `global_batch` is the number of rows per step. `weigh` says what is multiplied by a rank's
-        weight: "gradients" or "loss". `place` has further arguments of `find_shares`.
+        - `global_batch`: number of rows per step.
+        - `weigh`: what is multiplied by a rank's weight: "gradients" or "loss".
+        - `place`: further arguments of `find_shares`.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -724,7 +693,7 @@ class Program:
     def _view(self, loop: Any) -> RankView:
         """Return this rank's record of the steps since the ranks last compared their records.
 
-        The current guard, if there is one, is closed, and its results are part of the record.
+        The current guard is closed, and its results are part of the record.
         """
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -763,9 +732,9 @@ class Program:
         return RankView(fault or guard.local_use, order, self._rates, guard.numbers, guard.uses)
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
-        """Return why shares have to stay even according to this rank; empty if there is no reason.
+        """Return why shares have to stay even according to this rank; "" if there is no reason.
 
-        `guard` is the closed guard of the latest batch; None if there was none.
+        `guard` is the closed guard of the latest batch, or None.
         """
         sampler = loop.sampler
         if sampler is not None and sampler.global_batch == dist.get_world_size():
@@ -781,9 +750,9 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Check whether numbers in the loss, such as factors, have changed since the last step.
+        """Record a fault if numbers in the loss have changed because of exchanged values.
 
-        A change is recorded, because the program may have read the numbers from exchanged values.
+        `numbers` are those of the latest step, such as factors, or None.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
@@ -793,7 +762,7 @@ class Program:
     def left_unchanged(self) -> Iterator[None]:
         """Return a context in which the hooks for plain loops are inactive.
 
-        Trainers with their own hooks train in this context.
+        Trainers with their own hooks train in it.
         """
         self._others += 1
         try:
@@ -818,11 +787,9 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why shares have to stay even on all ranks.
+    """Return why shares have to stay even on all ranks; "" if nothing prevents uneven shares.
 
-    `every` has the records of all ranks, or is empty if a rank is missing. The reason is a
-    missing rank, a fault of one rank, or a difference between ranks. The result is empty if
-    nothing prevents uneven shares.
+    `every` has the records of all ranks, or is empty if a rank is missing.
     """
     if not every:
         return views.ALONE
@@ -833,9 +800,9 @@ def _find_common_fault(every: list[RankView]) -> str:
 
 
 def share_state(trainer: Any, kind: type[Any]) -> Any:
-    """Return a trainer of class `kind` that shares the attributes of the program's trainer.
+    """Return a trainer of class `kind` that shares its attributes with the program's trainer.
 
-    An attribute set on either object is set on both. The program's own object keeps its class.
+    The program's own object keeps its class.
     """
     made = object.__new__(kind)
     made.__dict__ = vars(trainer)
@@ -846,8 +813,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 def stays_if_refused(trainer: Any) -> Iterator[None]:
     """Return a context in which a trainer can be prepared to train by shares.
 
-    If an EvenerError is raised in the context, the trainer's attributes are restored and the
-    program trains unchanged.
+    On an EvenerError, the trainer's attributes are restored and the program trains unchanged.
     """
     before = dict(vars(trainer))
     try:

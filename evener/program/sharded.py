@@ -1,7 +1,7 @@
 """Models whose gradients a library averages over ranks: FSDP1, FSDP2 and DeepSpeed.
 
-The mean over ranks equals the mean over all rows if each rank's loss is weighted by `rows * ranks /
-all rows` at the start of its backward pass. The library's shards, reductions and states stay
+Each rank's loss is weighted by `rows * ranks / all rows` before its backward pass. Then the mean
+over ranks equals the mean over all rows, and the library's shards, reductions and states stay
 unchanged.
 """
 
@@ -29,10 +29,7 @@ _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed
 
 
 def find_library(model: Any) -> str:
-    """Return the library that averages a model's gradients over ranks.
-
-    The result is "FSDP1", "FSDP2", "DeepSpeed", or empty for any other model.
-    """
+    """Return the library that averages a model's gradients: "FSDP1", "FSDP2", "DeepSpeed" or ""."""
     if is_sharded(model):
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
@@ -40,14 +37,14 @@ def find_library(model: Any) -> str:
 
 
 def has_copies(models: Iterable[Any]) -> bool:
-    """True if optimizers train flat copies instead of the models' parameters (with DeepSpeed)."""
+    """True if optimizers train flat copies of the models' parameters, as with DeepSpeed."""
     return any(find_library(each) == "DeepSpeed" for each in models)
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
     """True if an optimizer seems to train parameters outside these models.
 
-    False if any model uses DeepSpeed, whose optimizers can't be checked.
+    False with DeepSpeed, whose optimizers can't be checked.
     """
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
@@ -74,11 +71,8 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a model whose gradients a library averages can't train by shares.
-
-    The result is empty if each rank computes its own rows and the library averages all gradients
-    over ranks.
-    """
+    """Return why a model whose gradients a library averages can't train by shares; "" if it can."""
+    # it can if each rank computes its own rows, and the library averages all gradients over ranks
     match find_library(model):
         case "FSDP2":
             return _find_fsdp2_fault(model)

@@ -29,7 +29,7 @@ from .views import OUTSIDE, find_fault
 class ProgramStrategy(PlanStrategy):
     """A PlanStrategy that replaces a program's DDPStrategy for one training run.
 
-    Both strategies have the same attributes (see `share_state`).
+    Both strategies share their attributes (see `share_state`).
     """
 
     # so that the program can resume from its checkpoints without evener
@@ -45,10 +45,9 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a Trainer's fit loop without the hooks for plain loops.
+    """Run a Trainer's fit loop without the hooks for plain loops; this wraps `_FitLoop.run`.
 
-    This function wraps `_FitLoop.run`. If the Trainer uses one of several devices, suggest how to
-    train on all of them.
+    If the Trainer uses one of several devices, suggest how to train on all of them.
     """
     if PROGRAM.is_single_rank:
         PROGRAM.report_single_device(advise_lightning())
@@ -59,8 +58,8 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares at the start of an epoch, if possible.
 
-    This function wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares but has
-    a new loader, the new loader is replaced, too.
+    This wraps `_FitLoop.on_advance_start`. If the Trainer already trains by shares, a new loader is
+    replaced, too.
     """
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
@@ -75,9 +74,9 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why a Trainer can't train by shares; empty if it can.
+    """Return why a Trainer can't train by shares; "" if it can.
 
-    `loader` is its first training loader, and `others` are its other training loaders.
+    `loader` is its first training loader, and `others` are the further ones.
     """
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
@@ -98,7 +97,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on if all ranks can; otherwise report why not.
 
-    `fault` is this rank's reason against shares; empty if it has none.
+    `fault` is this rank's reason against shares, or "".
     """
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay_even(fault)
@@ -118,11 +117,8 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
-    """Raise RequestError on every rank if shares change the gradient of the first batch.
-
-    An audit in the first step would be too late: a plan's shares are uneven from that step on, and
-    the result of such an audit reaches all ranks only after two steps.
-    """
+    """Raise RequestError on every rank if shares change the gradient of the first batch."""
+    # an audit in the first step would reach all ranks two steps after the shares are uneven
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
         raise RequestError(differing, "")
@@ -130,10 +126,10 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Enter a context in which a Trainer uses a ProgramStrategy; the context yields this strategy.
+    """Return a context in which a Trainer uses a ProgramStrategy, which is the context's value.
 
-    The new strategy shares the attributes of `strategy`, the Trainer's own one, and stays in use
-    after the context. If an error is raised in the context, the Trainer gets `strategy` back.
+    It shares the attributes of `strategy`, the Trainer's own one, and stays in use afterwards. On
+    an error, the Trainer gets `strategy` back.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
@@ -151,10 +147,8 @@ def _count_rows(loader: Any) -> int:
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Clear the logged metrics.
-
-    Otherwise Lightning would reduce them with the strategy that it remembers for each metric.
-    """
+    """Clear the logged metrics."""
+    # Lightning would reduce them with the strategy that it remembers for each metric
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for each in (loop, loop.val_loop):
         private.logged(each).clear()
@@ -163,8 +157,8 @@ def _forget_metrics(strategy: Any) -> None:
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
-    A global batch consists of the rows that the DistributedSampler of `loader` gives to all ranks
-    in one step. Raises RequestError if the number of these rows has changed.
+    A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one
+    step. Raises RequestError if their number has changed.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
@@ -187,9 +181,6 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Make `loader` the training loader of a Trainer's fit loop.
-
-    The states of random generators are kept.
-    """
+    """Make `loader` the training loader of a Trainer's fit loop; random states are kept."""
     with kept_state():
         private.replace_loader(loop, loader)

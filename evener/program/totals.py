@@ -19,7 +19,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.T
 
 
 class Rows(Protocol):
-    """Answers questions about this rank's rows in the current batch; a Guard does so."""
+    """Answers questions about this rank's rows in the current batch, as a Guard does."""
 
     rows: int
     has_asked_length: bool
@@ -44,7 +44,7 @@ class Totals:
     def write_gathered(self, data: Any, place: str) -> None:
         """Record that the collective at `place` gathered each rank's sum over its rows.
 
-        `data` is a tensor with one element for each rank, or a list with one tensor for each.
+        `data` is a tensor with one element per rank, or a list with one tensor per rank.
         """
         kind = self._gathered if isinstance(data, torch.Tensor) else self._parts
         for tensor in each_tensor_in(data):
@@ -58,18 +58,17 @@ class Totals:
     def find(self, tensor: torch.Tensor) -> str:
         """Return the collective that computed a tensor as a sum over the rows of all ranks.
 
-        The collective is given by its name and line, such as "all_reduce (train.py:12)". Return ""
-        if the tensor isn't such a sum.
+        The result is like "all_reduce (train.py:12)", or "" if the tensor isn't such a sum.
         """
         return self._whole.find(tensor)
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
-        """Note what a function computes from sums over all rows.
+        """Track a call of `function` whose arguments may be sums over all ranks' rows.
 
-        Return the collective's place if the result may depend on the shares. That is so if a sum is
-        used with a value of this rank's own rows, or if the program reads it as a number. Otherwise
-        return "".
+        Return the collective that computed the sums if `result` may depend on the shares, otherwise
+        "".
         """
+        # it depends on them if the call also uses this rank's own rows, or reads a sum as a number
         leaves = leaves_in((arguments, keywords))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         parts = _find_places(self._parts, tensors)
@@ -91,11 +90,10 @@ class Totals:
     ) -> str:
         """Mark what a function computes from sums over the rows of all ranks.
 
-        If the function also uses tensors of this rank's own rows, its result may depend on the
-        shares and isn't marked. In that case, return `place`, the collective that computed the
-        sums, unless all of these tensors have gradients: they are then a part of the loss, which is
-        computed again in parts. Otherwise return "".
+        Return `place`, the collective that computed the sums, if the result may depend on the
+        shares. Otherwise return "".
         """
+        # own rows with gradients are a part of the loss, which is computed again in parts
         others = [each for each in tensors if not self._whole.find(each)]
         own = [each for each in others if rows.goes_by_rows(each)]
         if own:
@@ -109,10 +107,10 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Mark the result of a function that joins all ranks' gathered sums, as torch.stack does.
+        """Mark the result of a function that joins all ranks' gathered sums, such as torch.stack.
 
-        `parts` are the places of the collectives that gathered the sums. Return "" for a function
-        that joins the sums, and the first place for any other function.
+        `parts` are the collectives that gathered them. Return "" for such a function, and the first
+        collective for any other.
         """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
@@ -123,7 +121,7 @@ class Totals:
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
         """Mark the result of a function that adds up gathered sums, or that makes a view of them.
 
-        Return "" for such a function, and `place` for any other function.
+        Return "" for such a function, and `place` for any other.
         """
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)
@@ -140,12 +138,9 @@ def _find_places(marks: TensorMarks, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def _is_fixed(value: Any, rows: Rows) -> bool:
-    """True if a value in arithmetic can't be a count of this rank's rows.
-
-    That holds for tensors, for 0 and 1, and usually for the number of ranks. But if the program has
-    asked for this rank's number of rows, and that equals the number of ranks, the value may be
-    either of the two, so the result is False.
-    """
+    """True if a value in arithmetic can't be a count of this rank's rows."""
+    # The number of ranks can't be one either, unless it equals the rows and the program has asked
+    # for their number.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     if abs(value) in (0, 1):

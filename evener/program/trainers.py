@@ -1,8 +1,8 @@
 """Make a Trainer of transformers, or of a class derived from it, train by shares.
 
-When the program calls `Trainer.train`, a second Trainer trains in place of the program's Trainer.
-It has the same attributes, and divides batches by shares. For `evener run --balance`, the program
-runs until it would call `Trainer.train`, so that evener can measure that Trainer.
+When the program calls `Trainer.train`, a second Trainer with the same attributes trains in its
+place and divides batches by shares. For `evener run --balance`, the program runs until it would
+call `Trainer.train`, so that evener can measure that Trainer.
 """
 
 from __future__ import annotations
@@ -54,11 +54,8 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for accelerate's loops handle a Trainer, so that it isn't replaced.
-
-    They do if the Trainer's model is sharded by FSDP or DeepSpeed, or if its loader creates its own
-    batches.
-    """
+    """True if the hooks for accelerate's loops handle a Trainer, so that it isn't replaced."""
+    # they do with FSDP, DeepSpeed, or a loader that creates its own batches
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -72,7 +69,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Create the Trainer that trains by shares in place of `trainer`, and store it in `_planned`.
+    """Store in `_planned` a Trainer that trains by shares in place of `trainer`.
 
     If that is impossible, report why.
     """
@@ -125,10 +122,8 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if an optimizer that the program creates trains parameters outside the model.
-
-    Each rank would update such parameters with its own gradients.
-    """
+    """True if an optimizer that the program creates trains parameters outside the model."""
+    # each rank would update such parameters with its own gradients
     from transformers import Trainer
 
     if type(trainer).create_optimizer is not Trainer.create_optimizer:
@@ -139,7 +134,7 @@ def _steps_others(trainer: Any) -> bool:
 def _warn_of_tail(trainer: Any, global_batch: int) -> None:
     """Warn if an epoch's last batch is shorter than under the program's own launcher.
 
-    `global_batch` is the number of rows of all other batches.
+    `global_batch` is the number of rows of the other batches.
     """
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
@@ -153,7 +148,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 class _TrainerFound(BaseException):
     """Raised when the program's trainer begins to train, to stop the program and return to `build`.
 
-    It is a BaseException, so that programs which catch Exception don't catch it.
+    As a BaseException, it isn't caught by programs that catch Exception.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -191,9 +186,9 @@ _start = subprocess.Popen.__init__
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
     """Start a process, in place of `subprocess.Popen.__init__`.
 
-    Raises RequestError if the command `words` starts Python or torchrun, because the program would
-    then train in that process instead of this one.
+    Raises RequestError if the command `words` starts Python or torchrun.
     """
+    # the program would train there instead of in this process
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):
         raise RequestError(
@@ -211,7 +206,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 def _run(words: Sequence[str]) -> None:
     """Run a program in this process as Python would run it.
 
-    `words` are Python's arguments: a script, or `-m` and a module, followed by the program's own
+    `words` are Python's arguments: a script, or `-m` and a module, then the program's own
     arguments.
     """
     module = words[0] == "-m"

@@ -84,7 +84,7 @@ DIFFERENCES = {  # differences between the views of the ranks, the most serious 
 class RankView(msgspec.Struct, frozen=True):
     """A rank's record of the program's steps, for comparison with the other ranks' records.
 
-    Shares may be uneven if the records of all ranks agree and none of them has a fault.
+    Shares may be uneven if all records agree and none has a fault.
     """
 
     fault: str = ""
@@ -99,9 +99,9 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return the most serious difference between the views of all ranks, as a key of DIFFERENCES.
+    """Return the most serious difference between the ranks' records, as a key of DIFFERENCES.
 
-    The result is empty if the views agree.
+    Return "" if they agree.
     """
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
@@ -112,12 +112,9 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _have_other_numbers(every: list[RankView]) -> bool:
-    """True if ranks compute with different numbers.
-
-    Compared are the numbers in their losses, and the numbers with which they change weights and
-    gradients (`uses`). The latter are only compared if all ranks have the same number of them: one
-    rank may have more because it computes something alone, for example to log it.
-    """
+    """True if ranks use different numbers in their losses, or to change weights and gradients."""
+    # Such `uses` are compared only if all ranks have equally many: one rank may compute something
+    # alone, for example to log it.
     looked = [each for each in every if each.numbers is not None]
     comparable = len({len(each.uses) for each in looked}) == 1
     uses = [each.uses for each in looked if comparable]
@@ -172,9 +169,8 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """Return why an optimizer steps outside of all loops whose batches evener can divide.
 
-    `models` are the wrapped models. If no model is wrapped, the reason says so. If the optimizer
-    trains a wrapped model, the cause is the loop's loader, and the caller's text `of_loader` is
-    returned. Return "" if the optimizer trains none of `models`.
+    `models` are the wrapped models. `of_loader` is the reason if the optimizer trains one of them.
+    Return "" if it trains none of them.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

@@ -1,7 +1,7 @@
 """The sitecustomize of each Python process that `evener run` starts.
 
-Python imports a module of this name at its start. This module installs evener's hooks, then imports
-the user's own sitecustomize, if there is one.
+Python imports it at its start. It installs evener's hooks, then imports the user's own
+sitecustomize, if there is one.
 """
 
 import sys
