@@ -271,7 +271,7 @@ class Guard(Recorder):
         return torch.nn.ModuleList(getattr(each, "module", each) for each in self.models)
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is an integer or boolean 0 or 1 that wasn't computed from the batch."""
+        """True if the tensor is an integer or boolean 0 or 1, not computed from the batch."""
         # programs exchange such a flag, for example to stop all ranks together
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
@@ -422,7 +422,7 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows than in this batch; "" if no reason is found."""
+        """Return why this rank can't have more rows than in this batch; "" if unknown."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():
@@ -450,7 +450,7 @@ class Guard(Recorder):
 
     @property
     def divides_sums(self) -> bool:
-        """True if losses are sums over rows, but the program may divide gradients by a row count."""
+        """True if losses are sums over rows, and the program may divide gradients by rows."""
         # it changes weights or gradients with a number that may count rows
         return self.are_sums and any(may_count(self.rows, each) for each in self.uses)
 
@@ -468,7 +468,7 @@ class Guard(Recorder):
         return self._collated[0] if self._collated else None
 
     def _list_rows(self) -> list[FewRows]:
-        """Return several selections of a few rows of the batch, in the order in which to try them."""
+        """Return several selections of a few rows of the batch, the first choice first."""
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]

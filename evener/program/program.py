@@ -160,7 +160,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; after many without an optimizer step, report why shares stay even."""
+        """Count a backward pass; without optimizer steps, report why shares stay even."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -448,9 +448,7 @@ class Program:
             self._compare(loop)
 
     def _drop_guard(self) -> None:
-        """Discard a guard that saw no backward pass in this batch, so that the next batch gets a
-        new one.
-        """
+        """Discard a guard that saw no backward pass in this batch."""
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None

@@ -1,14 +1,12 @@
 """Models of step time as a function of the number of rows or of their lengths.
 
-As a function of the number of rows, step time is a rising piecewise linear curve, also for a share
-that is computed in several passes. As a function of length, the duration of a pass depends on its
-number of rows and its longest row.
+As a function of rows, step time is a rising piecewise linear curve. As a function of length, the
+duration of a pass depends on its number of rows and its longest row.
 
-A share of b rows that is computed in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here,
-t(rows) is the duration of a whole step in one pass. A further pass takes `extra` seconds more
-than such a step; `extra` is negative if a part of the step, such as the optimizer, isn't
-repeated. A share that fits in memory is computed in one pass. A larger share is computed in
-passes of up to `rows` rows.
+A share of b rows in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here t(rows) is the
+duration of a whole step in one pass, and `extra` the difference of a further pass from such a step.
+`extra` is negative if a part of the step, such as the optimizer, isn't repeated. A share that fits
+in memory takes one pass. A larger share takes passes of up to `rows` rows.
 
 This module has no side effects.
 """
@@ -29,8 +27,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 class Work(msgspec.Struct, frozen=True):
     """The numbers of passes and tokens that a device computes per step, averaged over steps.
 
-    They are multiplied by the coefficients of a `Cost` to predict the step's duration
-    if rows differ in length.
+    A `Cost` predicts the step's duration from them if rows differ in length.
     """
 
     tokens: Amount  # without padding
@@ -42,8 +39,8 @@ class Work(msgspec.Struct, frozen=True):
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients that predict the duration of one pass over rows of unequal length.
 
-    A pass of r rows, all padded to L tokens, takes fixed_s + r * L * (per_token_s +
-    per_token_length_s * L) seconds.
+    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
+    L) seconds.
     """
 
     fixed_s: float
@@ -72,10 +69,8 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_valid(self) -> bool:
-        """True if all coefficients are finite and not negative, and at least one is above 0.
-
-        Coefficients read from a plan may have been edited.
-        """
+        """True if all coefficients are finite and not negative, and at least one is above 0."""
+        # those of a plan may have been edited
         coefficients = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(math.isfinite(each) and each >= 0 for each in coefficients) and any(coefficients)
 
@@ -83,7 +78,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankCost(msgspec.Struct, frozen=True):
     """A rank's coefficients for the duration of a pass, and its size limits per pass.
 
-    A limit of 0 means that the size is unlimited.
+    A limit of 0 means unlimited.
     """
 
     cost: Cost
@@ -106,8 +101,8 @@ ROUNDING = 1e-9  # relative tolerance when a time is compared with its own inver
 class Curve(msgspec.Struct, frozen=True):
     """Step time as a rising, piecewise linear function of the batch size.
 
-    `batches` and `times` are the coordinates of its knots. Beyond the last knot, the
-    curve is straight with `slope`.
+    `batches` and `times` are the coordinates of its knots. `slope` continues the curve beyond the
+    last knot.
     """
 
     batches: tuple[float, ...]  # increasing; the curve isn't evaluated below the first
@@ -130,19 +125,18 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest batch that takes at most `seconds`.
+        """Return the largest batch that takes at most `seconds`; 0 if there is none.
 
-        The batch is a multiple of `quantum` and at most `ceiling`. Returns 0 if
-        no such batch is fast enough.
+        The batch is a multiple of `quantum` and at most `ceiling`.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the largest number of samples, possibly fractional, that takes at most `seconds`.
+        """Return the largest, possibly fractional, number of samples that takes at most `seconds`.
 
-        Returns 0 if `seconds` is less than the time at the first knot, and infinity if the
-        curve never exceeds `seconds`.
+        Returns 0 below the time of the first knot, and infinity if the curve never exceeds
+        `seconds`.
         """
         seconds *= 1 + ROUNDING
         times = self.times
@@ -162,10 +156,8 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which the throughput of this device may peak, in seconds.
-
-        They are the times at the knots below `ceiling` samples, and at `ceiling` itself.
-        """
+        """Return the step times at which the throughput of this device may peak, in seconds."""
+        # the times at the knots below `ceiling` samples, and at `ceiling` itself
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
 
@@ -176,14 +168,14 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if the curve's first segment is level: all batch sizes in it take the same time."""
+        """True if the curve's first segment is level: its batch sizes all take the same time."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
     """The step-time curve of a device that computes large shares in several passes.
 
-    It has the same methods as `Curve`, so both are interchangeable.
+    It has the same methods as `Curve`.
     """
 
     curve: Curve
@@ -205,9 +197,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def passes(self, share: float) -> int:
         """Return the number of passes in which a share of this size is computed.
 
-        The result is 1 if the share fits in one pass. Otherwise it is the smallest number of passes
-        that have at most `rows` rows each. One pass fewer is used if the passes, which are then
-        larger, still fit in memory (`fits`) and take less time in total.
+        It is 1 if the share fits in one pass, or else the smallest number of passes of at most
+        `rows` rows. One pass fewer is used if that fits in memory (`fits`) and is faster.
         """
         if share <= self.pass_limit:
             return 1
@@ -224,10 +215,9 @@ class PassCurve(msgspec.Struct, frozen=True):
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the largest share that takes at most `seconds`.
+        """Return the largest share that takes at most `seconds`; 0 if there is none.
 
-        The share is a multiple of `quantum` and at most `ceiling`. Returns 0 if
-        no such share is fast enough.
+        The share is a multiple of `quantum` and at most `ceiling`.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -248,11 +238,8 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the step times at which this device's throughput may peak, in rising order.
-
-        They are the times at the knots of the single-pass curve, at shares whose passes all have
-        `rows` rows, and at `ceiling` samples.
-        """
+        """Return the step times at which this device's throughput may peak, in rising order."""
+        # at the knots of the single-pass curve, at shares in full passes, and at `ceiling` samples
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
             *self.curve.breakpoints(min(ceiling, self.pass_limit)),

@@ -1,13 +1,12 @@
 """Determine where to cut a batch for devices, and which gradients to sum together.
 
-This module needs no framework. The global batch of a plan is cut exactly as planned. A shorter last
-batch is cut in the same proportions, inside the graph.
+The global batch of a plan is cut exactly as planned. A shorter last batch is cut in the same
+proportions, inside the graph. This module needs no framework.
 
 Gradients are summed in two groups because of how TensorFlow schedules sums. It queues a step's
-kernels long before its GPU computes them, and a gradient sum waits for all kernels that are queued
-when the sum starts. Sums run one after another. The first sum may overlap with the backward pass,
-but all later sums wait until the backward pass has finished. Therefore a third sum would only add
-to the time after the backward pass.
+kernels long before the GPU runs them. A sum waits for all kernels queued before it, and sums run
+one after another. So the first sum may overlap with the backward pass, but all later ones wait for
+its end. A third sum would only prolong the time after the backward pass.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 class Cut:
     """Cuts batches into consecutive slices for devices, in proportion to their weights.
 
-    `weights` are whole samples or ratios above 0. With `floors`, each slice is rounded down
-    and the last slice takes the rest, as in Keras' former `multi_gpu_model`. Otherwise the
-    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by the
-    weights. `micros` are the maximum rows per pass of each device; if it is empty, each
-    device computes all of its rows in one pass.
+    - `weights`: whole samples, or ratios above 0. A batch of sum(weights) rows is cut exactly by
+      them.
+    - `floors`: round each slice down and give the rest to the last, as in Keras' former
+      `multi_gpu_model`.
+    - `micros`: maximum rows per pass of each device; empty if each device takes one pass.
     """
 
     def __init__(
@@ -41,17 +40,13 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """True if devices have a maximum number of rows per pass.
-
-        They may then need several passes.
-        """
+        """True if devices have a maximum number of rows per pass, so may need several passes."""
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
         """Return the number of passes that the device at index `device` needs for `rows` rows.
 
-        `rows` is an int or an int64 scalar tensor. The result has the
-        same type, and is 0 for 0 rows.
+        `rows` is an int or an int64 scalar tensor, and so is the result.
         """
         return -(-rows // self.micros[device])
 
@@ -59,7 +54,7 @@ class Cut:
         """Return the boundaries of the devices' slices of a batch of `rows` rows.
 
         Device i gets the rows from bounds[i] to bounds[i + 1]. `rows` is an int or an int64 scalar
-        tensor, and the boundaries have the same type.
+        tensor, and so are the boundaries.
         """
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
@@ -89,13 +84,11 @@ WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum wo
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
     """Group the gradient tensors that are summed together; return the indices in each group.
 
-    `tensors` are pairs (bytes, type) in the order in which the gradients become ready, and groups
-    are returned in the same order. Tensors of different types are never in the same group.
-
-    If there are less than 8 MiB in total, each type has one group. Otherwise, each type has an
-    early group, which is summed during the backward pass, and a late group. The late groups have at
-    most LATE_PART of all bytes, or a single tensor if that is larger. The last `apart` tensors then
-    form a third group, which is summed at the end.
+    `tensors` are pairs (bytes, type) in the order in which gradients become ready. Tensors of
+    different types are never in the same group. Below 8 MiB in total, each type has one group.
+    Above, each type has an early group, summed during the backward pass, and a late one. The late
+    groups have at most LATE_PART of all bytes, or one tensor if that is larger. The last `apart`
+    tensors are a third group, summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

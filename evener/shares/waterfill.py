@@ -3,16 +3,15 @@
 The method is water-filling: all devices get the same finish time, and each computes as many samples
 as it can until then. A step of a set A of k devices takes T = max over i in A of t_i(b_i) + c_k,
 where c_k is the time of the gradient exchange. By a finish time tau, device i can compute b_i(tau)
-= max{b <= M_i : t_i(b) <= tau} samples, so the best k devices for tau are those with the largest
-b_i(tau). Sorting replaces the enumeration of subsets. It is exact because c depends only on the
-number of devices that take part.
+= max{b <= M_i : t_i(b) <= tau} samples. So the best k devices for tau are those with the largest
+b_i(tau), and sorting replaces the enumeration of subsets. This is exact because c depends only on
+the number of devices.
 
-For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B
-or more. It is found by bisection, which is exact for any rising t_i. For a free batch, the
-throughput S_k(tau) = sum b_i(tau) / (tau + c_k) is a ratio of two affine functions of tau between
-the finish times of knots and of full memories. It is therefore monotone there, and the optimum is
-at one of those times. If shares are only a few quanta, the nearby times at which a device can
-compute one more quantum are tried too.
+For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
+more. It is found by bisection, which is exact for any rising t_i. For a free batch, the throughput
+S_k(tau) = sum b_i(tau) / (tau + c_k) is a ratio of two affine functions of tau between the finish
+times of knots and of full memories. It is therefore monotone there, and the optimum is at one of
+those times. If shares are only a few quanta, nearby times are tried, too.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ ROUNDS = 8  # how often a quantum is added to such shares
 class DeviceCurve(msgspec.Struct, frozen=True):
     """A device's step-time curve and its maximum share.
 
-    The curve is measured while the other devices compute too. `position` is the device's index in
-    the layout, and `limit` is its maximum number of samples per step.
+    - `position`: the device's index in the layout.
+    - `curve`: measured while the other devices compute, too.
+    - `limit`: maximum number of samples per step.
     """
 
     position: int
@@ -51,8 +51,8 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 class Allocation(msgspec.Struct, frozen=True):
     """A predicted layout of the devices that take part.
 
-    `shares` are pairs of a device's position and its samples per step. `seconds` is the predicted
-    step time, including the gradient exchange.
+    - `shares`: pairs of a device's position and its samples per step.
+    - `seconds`: predicted step time, including the gradient exchange.
     """
 
     shares: tuple[tuple[int, int], ...]
@@ -78,9 +78,9 @@ def split_fixed(
 ) -> Allocation | None:
     """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
 
-    `costs` has the seconds of gradient exchange for each number of devices. Shares are multiples
-    of `quantum`. Returns None if the devices' limits don't allow `batch` samples, or if there
-    are fewer than `fewest` devices.
+    `costs` are the seconds of gradient exchange by number of devices. Shares are multiples of
+    `quantum`. Returns None if the devices' limits don't allow `batch` samples, or if there are
+    fewer than `fewest` devices.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -112,10 +112,11 @@ def _try_fewer(
 ) -> Allocation:
     """Return the fastest allocation, with either the given shares or fewer devices.
 
-    It has at least `fewest` devices. Fewer devices may be faster because their gradient exchange is
-    cheaper. `least` is the finish time of the given shares without the exchange. The search halves
-    the range of device counts recursively, and skips ranges that can't be faster.
+    It has at least `fewest` devices. `least` is the finish time of the given shares without the
+    gradient exchange.
     """
+    # Fewer devices may be faster, because their exchange is cheaper. The search halves the range of
+    # device counts recursively, and skips ranges that can't be faster.
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
     while ranges:
@@ -146,9 +147,8 @@ def split_free(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s on at least `fewest` devices.
 
-    `costs` has the seconds of gradient exchange for each number of devices. Shares are multiples
-    of `quantum`. The allocation has at most `limit` samples, or any number if `limit` is None.
-    Returns None if no allocation fits.
+    `costs` are the seconds of gradient exchange by number of devices. Shares are multiples of
+    `quantum`, and sum to at most `limit`. Returns None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -176,9 +176,9 @@ def smallest_reaching(
 ) -> Allocation | None:
     """Return the allocation with the smallest global batch that reaches `rate` samples/s.
 
-    It has at most `limit` samples, and at least `fewest` devices. `costs` has the seconds of
-    gradient exchange for each number of devices, and shares are multiples of `quantum`. Returns
-    None if no such allocation reaches `rate`.
+    It has at most `limit` samples and at least `fewest` devices. `costs` are the seconds of
+    gradient exchange by number of devices. Shares are multiples of `quantum`. Returns None if no
+    such allocation reaches `rate`.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -222,8 +222,7 @@ def single_reaching(
 ) -> Allocation | None:
     """Return the smallest batch of a single device that reaches `rate` samples/s.
 
-    The batch is a multiple of `quantum` and at most `limit`. Returns None if
-    no such batch reaches `rate`.
+    The batch is a multiple of `quantum` and at most `limit`. Returns None if there is none.
     """
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
@@ -254,10 +253,8 @@ def _allocation(
 
 
 def _largest(sizes: Sequence[int], k: int) -> list[int]:
-    """Return the indices of the k largest sizes, without sizes of 0.
-
-    Equal sizes are in the order of their indices.
-    """
+    """Return the indices of the k largest sizes, without sizes of 0."""
+    # equal sizes in the order of their indices
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 
@@ -267,7 +264,7 @@ def _samples_by(
 ) -> int:
     """Return how many samples the best k devices can finish within `seconds`.
 
-    Returns 0 if fewer than `active` devices can finish at least one quantum within that time.
+    Returns 0 if fewer than `active` devices can finish a quantum by then.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -280,8 +277,8 @@ def _fixed_count(
 ) -> tuple[float, dict[int, int]] | None:
     """Return the earliest finish time at which k devices compute `batch` samples, and their shares.
 
-    The search starts at the finish time `least`. At least `active` devices get samples. Shares are
-    keyed by the index in `devices`. Returns None if the devices' limits don't allow the batch.
+    The finish time is at least `least`. At least `active` devices get samples. Shares are keyed by
+    index in `devices`. Returns None if the devices' limits don't allow the batch.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _samples_by(devices, k, late, quantum, active) < batch:
@@ -303,12 +300,12 @@ def _fixed_count(
 def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Return whole shares of up to k devices that sum to `batch`, keyed by the index in `devices`.
+    """Return whole shares of up to k devices that sum to `batch`, by index in `devices`.
 
-    Each device starts with the samples that it finishes by `early`, but with at least one quantum.
-    The remaining quanta go one by one to the device that would finish the next one first. No device
-    gets more than it finishes by `late`.
+    Each device gets what it finishes by `early`, at least one quantum, and then single quanta up to
+    what it finishes by `late`.
     """
+    # each of these goes to the device that would finish it first
     most = _largest_shares(devices, late, quantum)
     chosen = _largest(most, min(k, batch // quantum))
     shares = {
@@ -342,9 +339,8 @@ def _divide_batch(
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     """Return the finish times, in increasing order, that the best allocation may have.
 
-    If the batch size may be chosen freely, it is enough to try the times at which a curve bends, a
-    device reaches its limit or a device finishes its first quantum. If there are more than 400 of
-    them (fewer with more than 32 devices), an evenly spaced selection is returned.
+    They are the times at which a curve bends, a device reaches its limit or finishes its first
+    quantum. Of more than 400 times (fewer with more than 32 devices), a selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -365,9 +361,8 @@ def _best_count(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s whose devices finish within `seconds`.
 
-    Each device computes as many samples as it can, and the number of devices, at least `fewest`, is
-    chosen for the highest throughput. Returns None if fewer than `fewest` devices can compute a
-    quantum, or if together they exceed `limit` samples.
+    Returns None if fewer than `fewest` devices can compute a quantum, or if together they exceed
+    `limit` samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
@@ -395,12 +390,8 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return `best`, or a faster allocation at a nearby finish time.
-
-    Nearby finish times are those at which a device of `best` can compute one more quantum. They
-    matter if shares are only a few quanta, because the optimum may then lie between two
-    breakpoints.
-    """
+    """Return `best`, or a faster allocation in which a device computes one more quantum."""
+    # with shares of a few quanta, the optimum may lie between two breakpoints
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
         small = [(by_device[i], share) for i, share in best.shares if share < COARSE * quantum]
@@ -419,10 +410,11 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """An interval of finish times in which `devices` devices first reach a throughput.
+    """An interval of finish times in which a number of devices first reaches a throughput.
 
-    The interval is from `early` to `late`, in seconds without the gradient exchange. `samples` is
-    the number of samples that these devices can compute by `late`.
+    - `samples`: what these devices can compute by `late`.
+    - `early`, `late`: the interval in seconds, without the gradient exchange.
+    - `devices`: the number of devices.
     """
 
     samples: int
@@ -434,11 +426,10 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return, for each number of devices, the interval in which it first reaches `rate`.
+    """Return, for each number of devices, the finish times in which it first reaches `rate`.
 
-    `rate` is in samples/s, and the intervals are of finish times. Numbers of devices below
-    `fewest`, and numbers that never reach `rate`, are left out. `costs` has the seconds of gradient
-    exchange for each number of devices.
+    `rate` is in samples/s. `costs` are the seconds of gradient exchange by number of devices.
+    Numbers below `fewest`, and those that never reach `rate`, are left out.
     """
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
@@ -454,10 +445,9 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` samples/s at the earliest finish time.
+    """Return the allocation that reaches `rate` samples/s at the earliest time in `crossing`.
 
-    The finish time is found by bisection of the interval of `crossing`. Returns
-    None if no device has samples.
+    Returns None if no device has samples.
     """
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):

@@ -1,7 +1,7 @@
 """Convert ratios to whole samples: the slice of a batch for each device and its gradient weight.
 
-The search and all adapters use this integer arithmetic, so that training
-uses exactly the measured shares.
+The search and all adapters use this integer arithmetic, so that training uses exactly the measured
+shares.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
-    """Raise RequestError unless every rank has at least one row and `rank` is a valid rank.
+    """Raise RequestError unless every rank has a row and `rank` is a valid rank.
 
-    With `without_rows`, only one rank needs rows, because the others may hold
-    only a part of the model's state.
+    With `without_rows`, one rank with rows is enough, because the others may hold a part of the
+    model's state.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -56,11 +56,10 @@ def is_ratio(ratio: object) -> bool:
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Divide `batch` samples in proportion to `ratios`, by largest remainder.
 
-    The result sums to `batch`. A device with a ratio above 0 gets at least one sample, because an
-    empty replica can abort a TensorFlow process. If there are fewer samples than such devices, the
-    first of these devices get one sample each. A device with ratio 0 gets none. Ties go to the
-    earlier device.
+    The result sums to `batch`. A device with a ratio above 0 gets at least one sample, as long as
+    there are enough samples. A device with ratio 0 gets none. Ties go to the earlier device.
     """
+    # an empty replica can abort a TensorFlow process
     check_ratios(ratios)
     batch = _check_batch(batch)
     active = [i for i, ratio in enumerate(ratios) if ratio > 0]
@@ -109,10 +108,10 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
     """Add or remove single samples until `sizes` sum to `batch`.
 
-    `quotas` are the exact sizes, multiplied by `unit` to be whole numbers, and keyed by the
-    device's index. Each sample is added to or removed from the device whose size differs most from
-    its quota, but no device is left without samples.
+    `quotas` are the exact sizes times `unit`, as whole numbers by device. No device is left without
+    samples.
     """
+    # at the device whose size differs most from its quota
     while sum(sizes) != batch:
         if sum(sizes) < batch:
             i = max(quotas, key=lambda k: (quotas[k] - sizes[k] * unit, -k))
@@ -126,8 +125,7 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 def even(batch: int, devices: int) -> tuple[int, ...]:
     """Divide `batch` samples over `devices` devices as evenly as possible.
 
-    The first devices get one sample more if there is a remainder. Raises
-    RequestError if `devices` is less than 1.
+    The first devices get the remainder. Raises RequestError if `devices` is less than 1.
     """
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
@@ -143,9 +141,8 @@ def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
     """Return the weight of a rank's mean gradient in the mean gradient of the batch.
 
-    A rank's gradient is the mean over its own rows. With n_i rows on device i and N rows in total,
-    the mean over the batch is sum_i (n_i / N) * mean_i. Raises RequestError if a size is negative
-    or all sizes are 0.
+    With n_i rows on device i and N rows in total, the batch's mean is sum_i (n_i / N) * mean_i.
+    Raises RequestError if a size is negative or all sizes are 0.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
@@ -172,7 +169,7 @@ def count_passes(batch: int, micro: int) -> int:
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
     """Return the number of rows of each pass, as equal as possible; empty for 0 rows.
 
-    For example, 820 rows at up to 300 per pass are divided into 273, 273 and 274.
+    For example, 820 rows at up to 300 per pass become 273, 273 and 274.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
@@ -181,7 +178,7 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
     """Return the largest global batch that every device computes in one pass.
 
-    The batch is divided in proportion to `shares`. `micros` are the devices' maximum rows per pass.
+    It is divided in proportion to `shares`. `micros` are the devices' maximum rows per pass.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
@@ -189,10 +186,9 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the number of rows of the largest pass among the shares that need several passes.
+    """Return the rows of the largest pass among the shares that need several passes.
 
-    `micros` are the maximum rows per pass of each rank. Returns None if
-    every share needs only one pass.
+    `micros` are the ranks' maximum rows per pass. Returns None if every share is a single pass.
     """
     several = [
         split_passes(share, micro)
@@ -205,9 +201,8 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
     """Return the rows of a validation batch for each rank, so that each computes them in one pass.
 
-    `micros` are the ranks' maximum rows per pass. The training shares are returned
-    unchanged if they all fit; otherwise they are scaled down, because validation
-    batches aren't divided into passes.
+    `micros` are the ranks' maximum rows per pass. The training shares are scaled down only if one
+    of them needs several passes.
     """
     if tuple(shares) == tuple(micros):
         return tuple(shares)

@@ -1,8 +1,7 @@
 """Time a fixed loop, which shows how fast a core computes at the moment.
 
-A core is slower while its clock is low, or while its other hardware thread is busy, perhaps with
-another virtual machine. A step may then take up to 1.5 times as long, for seconds, although no
-thread waits for a core.
+A core is slower while its clock is low, or while its other hardware thread is busy. A step may then
+take up to 1.5 times as long, for seconds, although no thread waits for a core.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class CoreSpeed:
     def take(self) -> float:
         """Return a low percentile of the loop's times since the last call; 0 without samples.
 
-        The result can be compared with a low percentile of step times, because low percentiles of
-        both show how fast the core is at its fastest moments.
+        It can be compared with a low percentile of step times: both show the core's fastest
+        moments.
         """
         samples = sorted(self._samples)
         self._samples = []

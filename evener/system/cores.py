@@ -1,9 +1,8 @@
 """Find the cores and memory that this process may use, and divide the cores into slices.
 
-A container's control groups, version 1 or 2, may allow less than the machine has. A slice
-is one of several equal sets of cores. Slices are computed the same way every time, so that
-a training run gets the same cores as its measurement. Hardware threads of a core stay
-together if there are enough cores.
+A container's control groups, version 1 or 2, may allow less than the machine has. A slice is one of
+several equal sets of cores. A training run gets the same slices as its measurement. Hardware
+threads of a core stay together if there are enough cores.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the number of bytes that this process's container may still allocate.
+    """Return the bytes that this process's container may still allocate; None without a limit.
 
-    If several control groups have a limit, the smallest remainder counts. Cached files count as
-    free. `root` and `membership` are the kernel's files. Returns None if there is no limit.
+    Of several limits, the smallest remainder counts. Cached files count as free. `root` and
+    `membership` are the kernel's files.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -46,9 +45,9 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the memory in bytes that this process can still allocate; 0 if it is unknown.
+    """Return the bytes that this process can still allocate; 0 if unknown.
 
-    It is limited by both the machine and the process's container.
+    Both the machine and the process's container limit them.
     """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -62,8 +61,8 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return the number of CPUs that the container's quota allows, which may be fractional.
 
-    If several control groups have a quota, the smallest quota counts. `root` and `membership` are
-    the kernel's files. Returns None without a quota.
+    Of several quotas, the smallest counts. `root` and `membership` are the kernel's files. Returns
+    None without a quota.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -91,8 +90,8 @@ def _least(
 ) -> float | None:
     """Return the smallest value that `read` returns for this process's control groups.
 
-    `read` takes a group's folder and the cgroup version, and raises OSError or ValueError if the
-    group has no limit; such groups are skipped. Returns None if no group has a limit.
+    `read` takes a group's folder and the cgroup version. It raises OSError or ValueError for a
+    group without limit. Returns None if no group has a limit.
     """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
@@ -102,11 +101,11 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder and the cgroup version of each control group that this process belongs to.
+    """Yield the folder and cgroup version of each control group of this process, with parents.
 
-    Parents of these groups are included because their limits apply too. `controller` is the name of
-    a version 1 controller, such as "cpu". `root` is the folder of all groups, and `membership` the
-    kernel's file with this process's groups.
+    - `controller`: name of a version 1 controller, such as "cpu".
+    - `root`: folder of all groups.
+    - `membership`: the kernel's file with this process's groups.
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -135,8 +134,7 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    If the container's CPU quota is lower than their number, only that
-    many are returned, core by core.
+    If the container's quota is lower than their number, whole cores are left out.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
@@ -149,7 +147,7 @@ def allowed_cpus() -> tuple[int, ...]:
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
     """Return the CPUs grouped by physical core.
 
-    Each CPU is a group of its own if the kernel doesn't report the topology.
+    Without a known topology, each CPU is a group of its own.
     """
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
@@ -177,9 +175,8 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 def cut(groups: Groups, count: int) -> Groups:
     """Return `count` sets of CPUs of equal size, for slices.
 
-    `groups` are the CPUs of each physical core. Hardware threads of a core stay together if
-    there are enough cores. CPUs that remain at the end are left out. Raises RequestError if
-    there are fewer CPUs than slices.
+    `groups` are the CPUs of each physical core, which stay together if there are enough cores.
+    Remaining CPUs are left out. Raises RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):

@@ -1,7 +1,7 @@
 """This user's files and folders: the state folder, size-limited reads and atomic writes.
 
-Nothing is stored in a folder that other users may write to. If a write fails or is interrupted, for
-example by a full disk or a kill, the previous file stays intact.
+Nothing is stored in a folder that other users may write to. If a write fails or is interrupted, the
+previous file stays intact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return this user's state folder; create it with access for this user only.
+    """Return this user's state folder, accessible to this user only; create it if necessary.
 
     It is in $XDG_STATE_HOME if that is set. Raises RequestError if the folder can't be trusted.
     """
@@ -32,10 +32,8 @@ def runs_folder() -> Path:
 
 
 def new_run_id() -> str:
-    """Return a new name for a run's folder.
-
-    Names sort by time with a resolution of a quarter of a millisecond; the last digit is random.
-    """
+    """Return a new name for a run's folder; names sort by time."""
+    # with a resolution of a quarter of a millisecond; the last digit is random
     now = time.time()
     from secrets import token_hex  # this import loads hashlib, which monitors don't need
 
@@ -46,8 +44,8 @@ def new_run_id() -> str:
 def trusted_folder(folder: Path) -> Path:
     """Return the folder after checking that only this user may write to it.
 
-    If it doesn't exist, it is created with access for this user only. Links are followed. Raises
-    RequestError if the folder belongs to another user, or if others may write to it.
+    A missing folder is created. Links are followed. Raises RequestError if the folder belongs to
+    another user, or if others may write to it.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -80,8 +78,7 @@ def make_private(folder: Path) -> None:
 def new_error_file() -> Path:
     """Return the path of the error file for a new measurement without a run folder.
 
-    The errors of an earlier measurement are deleted from this path first. The child processes of
-    the new measurement write their errors there.
+    The errors of an earlier measurement are deleted from it.
     """
     path = error_file()
     path.unlink(missing_ok=True)
@@ -89,9 +86,9 @@ def new_error_file() -> Path:
 
 
 def error_file() -> Path:
-    """Return the path of the file with the errors of the last measurement that had no run folder.
+    """Return the path of the file with the errors of the last measurement without a run folder.
 
-    The file exists only if a child process of that measurement wrote an error.
+    It exists only if a child process of that measurement wrote an error.
     """
     return state_folder() / "errors.txt"
 
@@ -105,9 +102,9 @@ def read_whole(
 ) -> bytes:
     """Return the content of a file or a pipe.
 
-    `what` is the expected kind of file and `remedy` a suggestion; both are used in error
-    messages. Raises `error` if the file can't be read, is larger than 4 MiB, or is a pipe to
-    which nothing is written for 5 s.
+    `what` names the expected kind of file and `remedy` is a suggestion, both for error messages.
+    Raises `error` if the file can't be read, is larger than 4 MiB, or is a pipe to which nothing is
+    written for 5 s.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
@@ -125,8 +122,8 @@ def read_whole(
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the content of `path` with `content` atomically.
 
-    A new file's mode follows the umask; an existing file keeps its mode. Links are followed. A
-    pipe, or a device such as /dev/stdout, is written to directly. Raises RequestError on failure.
+    An existing file keeps its mode. Links are followed. A pipe, or a device such as /dev/stdout, is
+    written to directly. Raises RequestError on failure.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

@@ -13,10 +13,10 @@ _kept: deque[int] = deque()
 def make_memory_file() -> str:
     """Return the path of a new, empty in-memory file, which only processes of this user can open.
 
-    The path is under /proc. Therefore the file needs neither a disk nor a folder, no other process
-    can create it first, and it disappears with this process, however the process ends. After
-    MOST_FILES further calls, the file is closed.
+    The file disappears with this process, and after MOST_FILES further calls.
     """
+    # The path is under /proc, so the file needs neither disk nor folder, and no other process can
+    # create it first.
     _kept.append(os.memfd_create("evener"))
     while len(_kept) > MOST_FILES:
         os.close(_kept.popleft())

@@ -11,9 +11,9 @@ from typing import Any
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Return a context in which the attribute `name` of `owner` has this value.
 
-    On exit, the earlier value is restored. If the attribute was defined only on the class of
-    `owner`, it is deleted from `owner` again.
+    The earlier value is restored on exit.
     """
+    # if only the class defined the attribute, the instance loses it again
     own = vars(owner)
     had, before = name in own, own.get(name)
     setattr(owner, name, value)

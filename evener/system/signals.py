@@ -17,7 +17,7 @@ _LIBC = ctypes.CDLL(None)
 def end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when the thread that started it exits.
 
-    A child process calls this before it executes its program, so that it never outlives its parent.
+    A child process calls this before it executes its program.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -35,10 +35,10 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called for Ctrl-C, SIGTERM and SIGHUP.
+    """Return a context in which `handle` is called with the number of Ctrl-C, SIGTERM or SIGHUP.
 
-    Its argument is the number of the signal. A SIGHUP that is already ignored, for example under
-    `nohup`, stays ignored. The earlier handlers are restored on exit.
+    A SIGHUP that is ignored, for example under `nohup`, stays ignored. The earlier handlers are
+    restored on exit.
     """
     with restored_signals():
         for number in ENDING:
@@ -51,7 +51,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 def caught_signals() -> Iterator[list[int]]:
     """Return a context in which Ctrl-C, SIGTERM and SIGHUP don't end the process.
 
-    The context's value is a list to which the number of each received signal is appended.
+    Its value is a list that collects the numbers of received signals.
     """
     caught: list[int] = []
     with handled_signals(caught.append):

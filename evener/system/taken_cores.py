@@ -1,9 +1,9 @@
 """Measure how long this process's threads waited for cores, and name the programs that used them.
 
 Linux counts how long each thread ran, and how long it was ready to run without a core
-(/proc/PID/task/TID/schedstat, readable by the process's own user). It also counts for each core how
-long a hypervisor gave it to other machines (steal time). On other systems, and in containers that
-hide these counters, all times are 0.
+(/proc/PID/task/TID/schedstat, readable by the process's own user). It also counts how long a
+hypervisor gave each core to other machines (steal time). Without these counters, as on other
+systems and in some containers, all times are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HYPERVISOR = "other virtual machines on this host"
 class CoreTimes(NamedTuple):
     """Cumulative times of a process's threads and of its cores, in seconds.
 
-    They count from an arbitrary start, so only differences between two readings are meaningful.
+    They have an arbitrary start, so only differences between readings are meaningful.
     """
 
     at_s: float = 0.0
@@ -45,8 +45,9 @@ class CoreTimes(NamedTuple):
 class Starvation(NamedTuple):
     """How long a process was delayed by a lack of cores between two readings.
 
-    `wall_s` is the elapsed time, `starved_s` the delay, and `throttled_s` the time in which the
-    container's CPU quota was used up.
+    - `wall_s`: elapsed time.
+    - `starved_s`: delay.
+    - `throttled_s`: time in which the container's CPU quota was used up.
     """
 
     wall_s: float = 0.0
@@ -62,8 +63,8 @@ class Starvation(NamedTuple):
 class CoreWatch:
     """Measures how long the threads of one process wait for cores between two readings.
 
-    `pid` is the process, by default this one. `cores` is the number of cores that it may use, by
-    default all that its affinity allows.
+    - `pid`: the process; None for this one.
+    - `cores`: number of cores that it may use; None for its affinity.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
@@ -80,14 +81,11 @@ class CoreWatch:
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """Return how long the process was delayed by a lack of cores since the last reading.
-
-        The kernel's waiting times also contain waiting for other threads, and for an idle core to
-        wake up. To leave that out, the delay is limited in three ways. The CPU time that the
-        threads missed is at most the CPU time that other programs, the hypervisor and the quota
-        took from these cores. The CPU time that the threads wanted is at most the CPU time of all
-        cores. While a core is idle, no thread is counted as delayed.
-        """
+        """Return how long the process was delayed by a lack of cores since the last reading."""
+        # The kernel's waiting times also contain waiting for other threads, and for an idle core to
+        # wake up. Three limits leave that out: the CPU time that the threads missed is at most what
+        # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
+        # most that of all cores; and while a core is idle, no thread counts as delayed.
         before = self._last
         last = self._sum_up()
         self._last = last
@@ -104,10 +102,8 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _sum_up(self) -> CoreTimes:
-        """Return the cumulative times of all threads and of the process's cores.
-
-        A thread that was created since the last reading counts from its start.
-        """
+        """Return the cumulative times of all threads and of the process's cores."""
+        # a thread that is new since the last reading counts from its start
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s
         delayed_s = self._last.delayed_s
@@ -124,12 +120,9 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the time that the hypervisor took from a process between two readings, in seconds.
-
-    The kernel counts a thread's stolen time neither as running nor as waiting. Therefore it is
-    estimated: the stolen time of the process's cores is multiplied by the process's fraction of
-    their busy time.
-    """
+    """Return the time that the hypervisor took from a process between two readings, in seconds."""
+    # The kernel counts it neither as running nor as waiting, so it is estimated: the cores' stolen
+    # time times the process's fraction of their busy time.
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
     ran_s = last.ran_s - before.ran_s
     if stolen_s <= 0 or ran_s <= 0:
@@ -140,8 +133,8 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
     """Return the CPU time that others used on a process's cores between two readings, in seconds.
 
-    Others are other programs, the hypervisor (steal time) and the container's quota (throttling).
-    The result is infinite if the kernel doesn't report how busy the cores were.
+    Others are programs, the hypervisor and the container's quota. The result is infinite if the
+    kernel doesn't report how busy the cores were.
     """
     if not last.busy_s:
         return math.inf
@@ -153,9 +146,9 @@ def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
 def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
     """Return the total idle time of a process's cores between two readings, in seconds.
 
-    It is 0 if the kernel doesn't report how busy the cores were. It is also 0 if the process was
-    throttled, because the quota then leaves cores idle that the process may not use.
+    Return 0 if it is unknown, or if the process was throttled.
     """
+    # a quota leaves cores idle that the process may not use
     if not last.busy_s or last.throttled_s > before.throttled_s:
         return 0.0
     used_s = last.busy_s - before.busy_s + last.stolen_s - before.stolen_s
@@ -165,7 +158,7 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
     """Return the busy time and the steal time (taken by the hypervisor) of these cores, in seconds.
 
-    Both are sums over the cores since boot, and 0 if the kernel doesn't report them.
+    Both are sums over the cores since boot, and 0 if unknown.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -198,10 +191,10 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long this process has been throttled by a CPU quota, in seconds.
+    """Return how long this process has been throttled by a CPU quota, in seconds; 0 if unknown.
 
-    If several of its control groups were throttled, the longest time is
-    returned; 0 if it is unknown.
+    Of several control groups, the longest time counts. `root` and `membership` are the kernel's
+    files.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -250,14 +243,14 @@ def name_competitors(
 ) -> str:
     """Return the programs that used the most CPU time between two readings, for a message.
 
-    An example is "python load.py (1.9 cores)". `before` and `after` are results of
-    `read_process_use`. The result names up to `most` programs, but not the training process
-    `own_root`, its descendants or its parent. Only descendants of the process `own`, such as a data
-    loader's workers, are named too, as the training's own worker processes.
+    The result is like "python load.py (1.9 cores)", or "" if nothing is found. It also names the
+    container's CPU limit and the hypervisor if they took cores.
 
-    The container's CPU limit is added if it throttled this process (for `throttled_s` seconds). The
-    hypervisor is added if it took cores. The result is empty if nothing is found, for example in a
-    container that hides other processes.
+    - `before`, `after`: results of `read_process_use`.
+    - `own_root`: the training process; it, its descendants and its parent aren't named.
+    - `throttled_s`: how long the container's CPU limit throttled this process.
+    - `most`: maximum number of programs.
+    - `own`: a process whose descendants, such as a data loader's workers, are named all the same.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -307,11 +300,8 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the script or module among a Python interpreter's arguments.
-
-    It is the first argument that is neither an option nor an option's value. The result is empty if
-    there is none, or if the code itself is on the command line (-c).
-    """
+    """Return the script or module among a Python interpreter's arguments; "" if there is none."""
+    # the first argument that is neither an option nor an option's value
     words = iter(arguments)
     for word in words:
         if word == "-c":

@@ -11,8 +11,7 @@ _WRITTEN = b"wchar:"
 class ThreadWrites:
     """Counts the bytes that are written by the thread that creates this object.
 
-    Reading the counter takes about a microsecond. The count stays 0 if the kernel
-    doesn't support I/O accounting.
+    Reading the counter takes about a microsecond. It stays 0 without the kernel's I/O accounting.
     """
 
     def __init__(self) -> None:
@@ -21,9 +20,9 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the total number of bytes that this thread has written with write().
+        """Return the total number of bytes that this thread has written with write(); 0 if unknown.
 
-        Writes to files, pipes and sockets count. Return 0 if the number is unknown.
+        Writes to files, pipes and sockets count.
         """
         if self._descriptor < 0:
             return 0

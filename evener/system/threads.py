@@ -16,8 +16,8 @@ _LOOK_SECONDS = 0.001
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
     """Wait until all threads of this process named `name` sleep; return False after `seconds`.
 
-    Return True at once if there are no such threads. Only Linux reports the state of threads; on
-    other systems, this waits for 50 ms and returns True. Other Python threads may run meanwhile.
+    Return True at once if there are none. Other Python threads may run meanwhile. On systems other
+    than Linux, this waits for 50 ms and returns True.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -37,10 +37,8 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and the number of voluntary context switches of each thread named `name`.
-
-    Keys are thread ids.
-    """
+    """Return the state and context switches of each thread named `name`, by thread id."""
+    # only voluntary context switches
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended

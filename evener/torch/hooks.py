@@ -1,8 +1,8 @@
 """Process-wide hooks and replaced functions of PyTorch that exist only while something needs them.
 
 PyTorch calls such a hook for every optimizer or module of the process. Therefore evener registers
-no hook on import. The first training run, or the first wrapped model, registers the hook, and it is
-removed when the last of them no longer needs it.
+none on import. The first training run or wrapped model registers it, and it is removed when the
+last one no longer needs it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ProcessHooks:
     def hold(self, holder: Any) -> Callable[[], Any]:
         """Keep the hooks registered until `holder` is garbage-collected.
 
-        Returns a function that ends this earlier. The hooks stay while any other holder needs them.
+        Returns a function that ends this earlier. The hooks stay while other holders need them.
         """
         for each in _EVERY:
             each._remove_unneeded()
@@ -52,10 +52,8 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if no holder needs them any more.
-
-        If PyTorch is calling hooks right now, they stay until a later call removes them.
-        """
+        """Remove the hooks if no holder needs them any more."""
+        # not while PyTorch calls hooks; a later call removes them
         if self._holders or not self._handles or _is_calling():
             return
         for handle in self._handles:
@@ -69,9 +67,10 @@ _EVERY: list[ProcessHooks] = []
 class Replacement:
     """A function of another library that is replaced in its owner until `remove` is called.
 
-    `owner` is the module or class whose attribute `name` is replaced. `make` is called with the
-    original function and returns the replacement. ProcessHooks can use an object of this class as a
-    handle.
+    - `owner`, `name`: the module or class, and its attribute to replace.
+    - `make`: called with the original function, returns the replacement.
+
+    It can be a handle of ProcessHooks.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -1,9 +1,9 @@
 """Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
-On one device, the program would leave out the whole batch or none of it. Audits don't notice this,
-because in most steps the loss is computed as usual. A program leaves out a batch by computing
-another loss, which is 0 (such as `loss * 0`). Each rank records the steps with such a loss, and the
-ranks compare their records through the store of their process group.
+On one device, the program would leave out the whole batch or none of it. It leaves out a batch by
+computing another loss, which is 0 (such as `loss * 0`). Audits don't notice this, because the loss
+of most steps is computed as usual. Each rank records the steps with such a loss, and the ranks
+compare their records through the store of their process group.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Record whether `loss` shows that this rank leaves out its rows in the current step.
+        """Record whether `loss` is 0, so that this rank leaves out its rows in the current step.
 
-        A program that leaves out rows computes a loss of 0. Call this method before the backward
-        pass. `made_of` identifies the operations that computed the loss. To read a loss, the host
-        has to wait for the device. Therefore, once operations have computed a loss other than 0,
-        the losses of the same operations are no longer read.
+        Call this before the backward pass. `made_of` identifies the operations that computed the
+        loss.
         """
+        # Reading a loss makes the host wait for the device. So operations whose loss was once other
+        # than 0 aren't checked again.
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 
     def _is_left_out(self, loss: torch.Tensor, made_of: Hashable) -> bool:
@@ -61,9 +61,8 @@ class LeftOutBatches:
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
         """Begin a step; return the first step that only some ranks have left out, and these ranks.
 
-        Return None if no such step is known. All ranks have to call this method for the same steps,
-        and get the same result. `shares` has the number of rows of each rank; ranks without rows
-        are ignored.
+        Return None if no such step is known. All ranks have to call this for the same steps, and
+        get the same result. `shares` are the ranks' rows; ranks without rows are ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -101,10 +100,9 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that only some ranks skipped, and the ranks that skipped it.
+    """Return the first step that only some ranks skipped, and these ranks; None if there is none.
 
-    Return None if there is no such step. `ranks` maps steps to the ranks that skipped them, and
-    `every` has the ranks with rows.
+    `ranks` has the ranks that skipped each step. `every` has the ranks with rows.
     """
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):

@@ -1,7 +1,7 @@
 """List the parameters and buffers of a model, and cache the lists until a new one is registered.
 
-PyTorch's own `parameters()` and `buffers()` visit every module of the model. Calling them in each
-step would take longer than a small model's forward pass.
+PyTorch's `parameters()` and `buffers()` visit every module. In each step, that would take longer
+than a small model's forward pass.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _HOOKS = ProcessHooks(_register)
 class Members:
     """Lists the parameters and buffers of a model, which it references only weakly.
 
-    They are listed again only if one of the model's own modules registers something. Other modules
-    do so often: transformers' models make a new ModuleList of some of their layers in each forward
-    pass.
+    They are listed again only if one of the model's own modules registers something.
     """
+
+    # other modules often do: transformers' models make a new ModuleList in each forward pass
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
@@ -66,8 +66,7 @@ class Members:
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
         """Note that the module `parent`, which may be part of the model, registers something.
 
-        `parameters` and `buffers` say what it may have registered. Both are True if it has
-        registered a module.
+        `parameters` and `buffers` say what it may have registered; both are True for a module.
         """
         if id(parent) not in self._modules:
             return
@@ -110,6 +109,6 @@ class Members:
     def buffers_at(self) -> int:
         """Return a number that changes whenever the model registers a buffer or a module.
 
-        If it has changed, an earlier result of `buffers` may be outdated.
+        An earlier result of `buffers` may then be outdated.
         """
         return self._registered

@@ -19,8 +19,8 @@ Value = TypeVar("Value")
 def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
     """Return the values of all ranks, in rank order, each of type `kind`.
 
-    `own` is this rank's value. Every rank has to call this function. Raises
-    msgspec.ValidationError if a value has another type.
+    `own` is this rank's value. Every rank has to call this. Raises msgspec.ValidationError if a
+    value has another type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -35,8 +35,8 @@ def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
 def broadcast_message(own: Value, kind: Any = Any) -> Value:
     """Return rank 0's value, which has type `kind`; every rank has to call this function.
 
-    `own` is ignored on the other ranks. Raises msgspec.ValidationError if the received value has
-    another type.
+    `own` is ignored on the other ranks. Raises msgspec.ValidationError if the value has another
+    type.
     """
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -53,10 +53,8 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return the value's JSON text as a tensor of bytes, on the device for collectives.
-
-    Python's json module writes the text, because it can represent infinity and NaN.
-    """
+    """Return the value's JSON text as a tensor of bytes, on the device for collectives."""
+    # by Python's json module, which can represent infinity and NaN
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
 
@@ -66,10 +64,8 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the device of tensors that ranks exchange.
-
-    It is the CPU if the default group has a backend for it, and otherwise this process's GPU.
-    """
+    """Return the device of tensors that ranks exchange."""
+    # the CPU if the default group has a backend for it
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:
         return torch.device("cpu")

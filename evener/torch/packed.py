@@ -1,8 +1,8 @@
 """Handle weights that bitsandbytes packs into 4 bits.
 
-Such a weight is a frozen parameter of bytes, with statistics by which its layer unpacks the bytes.
-It is recognized by two attributes: `bnb_quantized`, which is False until the weight is packed, and
-`quant_state`, the statistics, which `to(device)` moves.
+Such a weight is a frozen parameter of bytes, with statistics for unpacking them. It is recognized
+by two attributes: `bnb_quantized`, which is False until the weight is packed, and `quant_state`,
+the statistics, which `to(device)` moves.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def explain_unusable(tensor: Any) -> str:
 def pack_weights(model: Any, device: torch.device) -> None:
     """Pack a model's weights that bitsandbytes hasn't packed yet, and move them to the host.
 
-    Each weight is moved to `device` to be packed, one at a time to save memory. Weights on the meta
-    device stay there.
+    Weights on the meta device stay there.
     """
+    # each is moved to `device` to be packed, one at a time to save memory
     for module in model.modules():
         for name, tensor in own_parameters(module).items():
             if is_packed(tensor) and not tensor.bnb_quantized and tensor.device.type != "meta":

@@ -50,16 +50,18 @@ class PlannedTraining:
     - the step times and their reports;
     - shares that adapt to each rank's compute time (own work).
 
-    `weigh` selects where a rank's weight is applied:
+    An adapter calls `begin` for each global batch, and `report` once it is trained. Every rank has
+    to call every method.
+
+    `found` has the shares of all ranks. `backend` is the process group's backend; None is NCCL for
+    GPUs and gloo for CPUs. `weigh` says where a rank's weight is applied:
 
     - "gradients": when gradients are summed;
     - "loss": when the training loop calls `scale`;
-    - "trainer": by an adapter, which multiplies the loss of each pass by (the pass's fraction of
-      the global batch * the number of ranks).
+    - "trainer": by an adapter, which multiplies each pass's loss by (the pass's fraction of the
+      global batch * the number of ranks).
 
-    An adapter calls `begin` for each global batch, and `report` once that batch is trained. Every
-    rank has to call every method. `found` has the shares of all ranks, `backend` is the process
-    group's backend (None: NCCL for GPUs, gloo for CPUs), and the other options are those of Split.
+    The other options are those of Split.
     """
 
     def __init__(
@@ -137,9 +139,11 @@ class PlannedTraining:
     ) -> UnevenBatchSampler:
         """Return a sampler that yields this rank's row indices in each global batch.
 
-        `rows` is the number of rows in the data set. With `lengths`, the number of tokens in each
-        row, rows are assigned so that ranks finish together. If `shares` isn't empty, it replaces
-        the current shares, for validation. `options` are passed to UnevenBatchSampler.
+        - `rows`: number of rows in the data set.
+        - `lengths`: number of tokens in each row; rows are then assigned so that ranks finish
+          together.
+        - `shares`: replaces the current shares, for validation.
+        - `options`: passed to UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -153,7 +157,7 @@ class PlannedTraining:
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
         """Change this sampler's shares whenever the shares of the training run change.
 
-        `ahead` is the maximum number of batches that the sampler draws before they are trained.
+        `ahead` is the maximum number of batches that it draws before they are trained.
         """
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
@@ -162,7 +166,7 @@ class PlannedTraining:
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         """Change to `shares` after the next `ahead` batches, which loaders may have drawn already.
 
-        `micros` has each rank's maximum number of rows per pass.
+        `micros` are the ranks' maximum rows per pass.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
@@ -171,7 +175,7 @@ class PlannedTraining:
     def stay_even(self) -> None:
         """Give each rank an equal number of rows from now on, and stop rebalancing.
 
-        In every loop, the change takes effect once the batches drawn ahead have been trained.
+        The change takes effect after the batches that are already drawn.
         """
         self._later = None
         if self.rebalancing is not None:
@@ -189,7 +193,7 @@ class PlannedTraining:
     def begin_even(self) -> None:
         """Give each rank an equal number of rows until `leave_even`; call it before the first step.
 
-        `leave_even` restores the shares that are set now.
+        `leave_even` restores the current shares.
         """
         self._later = self.ranks.batches, self.ranks.micros
         for each in self._samplers:
@@ -200,7 +204,7 @@ class PlannedTraining:
     def leave_even(self, ahead: int) -> None:
         """Restore the shares from before `begin_even`, after the next `ahead` batches.
 
-        Loaders may have drawn these batches already. Without `begin_even`, nothing happens.
+        Loaders may have drawn these already. Without `begin_even`, nothing happens.
         """
         if self._later is not None:
             shares, micros = self._later
@@ -212,11 +216,10 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """Move a model to this process's device, and sum its gradients over the ranks.
 
-        Each rank's gradients are weighted by its number of rows. Returns the model wrapped in
-        DistributedDataParallel, or the model itself if it needs no wrapper: on one device, if it is
-        already in DistributedDataParallel, or if FSDP shards it (with `weigh="loss"`). `options`
-        are options of DistributedDataParallel, of which only `bucket_cap_mb`, `broadcast_buffers`
-        and `process_group` have an effect.
+        Each rank's gradients are weighted by its rows. Returns the model in
+        DistributedDataParallel, unless it is already in it, is sharded by FSDP (with
+        `weigh="loss"`), or trains on one device. `options` are options of DistributedDataParallel;
+        only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -259,9 +262,9 @@ class PlannedTraining:
     def follow_averaged(self, model: Any) -> None:
         """Prepare to train a model whose gradients FSDP or DeepSpeed averages over ranks.
 
-        The losses are weighted instead of the gradients. Ranks wait for each other within passes,
-        so a rank's compute time (own work) is the time of its passes without that waiting. Raises
-        RequestError if this model can't be trained by shares.
+        The losses are weighted instead of the gradients. A rank's compute time (own work) excludes
+        the waits for other ranks within passes. Raises RequestError if the model can't be trained
+        by shares.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -286,9 +289,9 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """End the previous global batch, and begin the next one; `sizes` has the rows of each rank.
+        """End the previous global batch, and begin the next one; `sizes` are the ranks' rows.
 
-        This method is for adapters, because the loader of a Split begins its batches itself.
+        This is for adapters; the loader of a Split begins its batches itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
@@ -306,9 +309,9 @@ class PlannedTraining:
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step of this rank to evener's monitor.
 
-        The loader of a Split calls this method itself. `rows` is the number of rows in the step, by
-        default this rank's number of rows in the current batch. `tokens` has the numbers of tokens
-        in these rows, without and with padding; zeros mean unknown.
+        The loader of a Split does this itself. `rows` are the rows of the step, by default this
+        rank's rows of the current batch. `tokens` are their tokens without and with padding; zeros
+        mean unknown.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
@@ -320,10 +323,13 @@ class PlannedTraining:
         For example: `split.step(batch, lambda part: criterion(model(part.batch[0]),
         part.batch[1]))`. Returns this rank's mean loss, which can be passed to `Split.mean`.
 
-        `compute(part)` returns the mean loss of part.batch. It is a mean over rows or, if `count`
-        is passed, over `count(part)` items, such as tokens. Gradients are all-reduced once. A pass
-        that runs out of memory is computed again in smaller passes. Every rank has to call this
-        method for every batch. `check=False` skips the audits.
+        - `compute(part)`: returns the mean loss of part.batch over rows or, with `count`, over
+          items.
+        - `count(part)`: the number of items, such as tokens.
+        - `check`: False skips the audits.
+
+        Gradients are all-reduced once. A pass that runs out of memory is computed again in smaller
+        passes. Every rank has to call this for every batch.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -335,11 +341,13 @@ class PlannedTraining:
     ) -> Iterator[Part]:
         """Yield the parts of this rank's batch, one for each pass of the plan.
 
-        Compute the loss of each part.batch, and call part.backward(loss). In the last pass, the
-        gradients of `models`, by default of all wrapped models, are all-reduced. `count(part)` is
-        the divisor of a mean that isn't over rows, such as the number of tokens that aren't
-        ignored. If the loop's body is in `with part:`, a part that runs out of memory is yielded
-        again in smaller parts. Every rank has to call this method for every batch.
+        Compute the loss of each part.batch, and call part.backward(loss). With the loop's body in
+        `with part:`, a part that runs out of memory is yielded again in smaller parts. Every rank
+        has to call this for every batch.
+
+        - `count(part)`: the divisor of a mean that isn't over rows, such as the number of tokens.
+        - `models`: their gradients are all-reduced in the last pass; by default, all wrapped
+          models.
         """
         parts = take_parts(self, batch, count, models)
         try:
@@ -354,6 +362,6 @@ class PlannedTraining:
     def add_up(self, value: Any) -> torch.Tensor:
         """Return the sum of a number or tensor over the ranks.
 
-        Every rank has to call this method.
+        Every rank has to call this.
         """
         return add_up(value, self.device, self.world, self.timer)

@@ -1,7 +1,7 @@
 """The private functions and attributes of PyTorch that evener uses, each with its purpose.
 
 All other files use them through this module. tests/evener/test_torch_private.py tries each of them,
-so it fails first if a new version of PyTorch has changed one. The private parts of Lightning are in
+so that a new version of PyTorch fails there first. Those of Lightning are in
 evener/lightning_private.py, and those of transformers and accelerate in
 evener/huggingface/private.py.
 """
@@ -61,8 +61,7 @@ def leave_uncompiled(function: Any) -> None:
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return a flat list of the items in nested outputs, and a function that reverses this.
 
-    Outputs may have transformers' classes. Objects that PyTorch can't flatten are items of the
-    list. The function takes such a list, and returns an object with the same nesting as `outputs`.
+    The function nests such a list like `outputs`. Objects that PyTorch can't flatten are items.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
@@ -131,10 +130,7 @@ def needs_own_sums(ddp: Any) -> bool:
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True in DistributedDataParallel's context `join`.
-
-    In this context, ranks may have different numbers of batches.
-    """
+    """True in DistributedDataParallel's context `join`, which allows different numbers of batches."""
     return bool(ddp._join_config.enable)
 
 
@@ -147,11 +143,9 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def free_gathered(models: Iterable[Any]) -> None:
-    """Free the weights that FSDP has gathered for forward passes without a backward pass.
-
-    FSDP1 and FSDP2 keep the gathered weights of the outermost module until a backward pass ends. If
-    there is none, they would use these weights even after an optimizer's step has changed them.
-    """
+    """Free the weights that FSDP has gathered for forward passes without a backward pass."""
+    # FSDP1 and FSDP2 keep them until a backward pass ends, and would otherwise use them even after
+    # an optimizer's step has changed the weights
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for part in (module for model in models for module in model.modules()):

@@ -1,8 +1,7 @@
 """Save and restore the variables and objects that a function of the program may change.
 
-These are the global variables that the function uses, the variables of its closure, and the
-objects that these variables refer to. An audit calls the function several times, and restores them
-after each call.
+These are the global variables that the function uses, the variables of its closure, and the objects
+that these refer to. An audit calls the function several times, and restores them after each call.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FOREIGN = {
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
     """Save the variables and objects that `function` may change; return a function to restore them.
 
-    The returned function may be called several times. If `function` is None, it does nothing.
+    The returned function may be called several times. It does nothing if `function` is None.
     """
     kept = _SavedValues()
     kept.look_at(function, DEPTH)
@@ -54,7 +53,7 @@ class _SavedValues:
     def look_at(self, value: Any, depth: int) -> None:
         """Save a value and the values that it refers to, up to `depth` levels deep.
 
-        Values that are saved already, and objects and functions of libraries, are skipped.
+        Values that are already saved, and those of libraries, are skipped.
         """
         if depth < 0 or id(value) in self._seen:
             return
@@ -113,18 +112,13 @@ class _SavedValues:
 
 
 def is_foreign(module: str) -> bool:
-    """True if the module with this name belongs to a library.
-
-    Functions and classes of libraries aren't inspected.
-    """
+    """True if the module with this name belongs to a library, which isn't inspected."""
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names that a function's code, and functions nested in it, may look up globally.
-
-    Names of attributes are included, because Python stores them in the same list.
-    """
+    """Return the names that a function's code, and functions nested in it, may look up globally."""
+    # with names of attributes, which Python stores in the same list
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -147,8 +141,8 @@ def _is_data(value: Any) -> bool:
 def is_own_object(value: Any) -> bool:
     """True if `value` is an instance of a class that the program itself defines.
 
-    False for classes, modules, tensors and arrays, and for PyTorch's modules, optimizers and data
-    sets, even if the program has subclassed them.
+    False for classes, modules, tensors and arrays, and for all of PyTorch's modules, optimizers and
+    data sets.
     """
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False

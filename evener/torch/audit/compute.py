@@ -42,11 +42,10 @@ COPIED, SAMPLED = 1 << 14, 64
 class Piece(msgspec.Struct, frozen=True, eq=False):
     """One of the passes of a computation, whose gradients are added up.
 
-    `loss` returns the loss of the pass, and `weight` is the factor of its gradient in the
-    sum. If `scale` isn't None, the loss is multiplied by `scale` before the backward pass,
-    and the resulting gradients by `weight / scale` after it, as in a training run that
-    weights gradients rather than losses. If `scale` is None, the loss is multiplied by
-    `weight` before the backward pass.
+    - `loss`: returns the loss of the pass.
+    - `weight`: factor of its gradient in the sum.
+    - `scale`: factor of the loss before the backward pass; the gradients are then multiplied by
+      `weight / scale`. None multiplies the loss by `weight` instead.
     """
 
     loss: Callable[[], Any]
@@ -60,18 +59,19 @@ class GradientSketcher:
     A sketch has a few random sums of each gradient (sketch.py), which suffice to compare gradients.
     All methods are called inside the context `open`.
 
-    `holders` are objects that change when a loss is computed, such as a trainer. They are restored,
-    except for their attributes in `apart`, such as data loaders. `function` is a function of the
-    program that the losses call. `around` are contexts that suppress the side effects of a training
-    step, such as the all-reduce of gradients. `losses_only` is True if gradients can't be computed,
-    for example because they are sharded; sketches then contain only the loss. `keeps_autocast` is
-    True if the model can only be computed under the program's autocast. `measures` is True if
-    audits always measure how much rounding changes the gradient. `known` holds what earlier audits
-    learned about these passes, and is updated; if it is None, nothing is known.
-
-    `changed` has the names of buffers that a pass changes. `draws` is the number of PyTorch's
-    random draws that affect the result. `drawn` has digests of the states of Python's and NumPy's
-    random number generators after each piece of the last sketch.
+    - `holders`: objects that change when a loss is computed, such as a trainer; they are restored.
+    - `apart`: their attributes that aren't restored, such as data loaders.
+    - `function`: a function of the program that the losses call.
+    - `around`: contexts that suppress side effects of a training step, such as an all-reduce.
+    - `losses_only`: True if gradients can't be computed, for example because they are sharded;
+      sketches then contain only the loss.
+    - `keeps_autocast`: True if the model needs the program's autocast.
+    - `measures`: True if audits always measure how much rounding changes the gradient.
+    - `known`: what earlier audits learned about these passes, which is updated.
+    - `changed`: names of buffers that a pass changes.
+    - `draws`: number of PyTorch's random draws that affect the result.
+    - `drawn`: digests of the states of Python's and NumPy's random generators after each piece of
+      the last sketch.
     """
 
     def __init__(
@@ -108,12 +108,11 @@ class GradientSketcher:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
-        """Enter a context in which `sketch` has no side effects; it yields this sketcher.
+        """Return a context in which `sketch` has no side effects; its value is this sketcher.
 
-        If `moves` is True, noise is added to weights whose values are all equal, such as a head
-        that is initialized to zero, because they can make the gradients of other weights zero. The
-        weights are restored on exit.
+        With `moves`, noise is added to weights whose values are all equal, until the exit.
         """
+        # such weights, like a head initialized to zero, can make the gradients of others zero
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -141,9 +140,9 @@ class GradientSketcher:
     ) -> Sketch:
         """Run the pieces of a computation, and return a sketch of the sum of their gradients.
 
-        If `disturbance` isn't 0, random errors are added that change the gradient about as much as
-        rounding may, and `disturbance` is their seed. The random numbers of each piece are
-        determined by `seed`. Errors in the program's own code propagate.
+        `seed` determines the random numbers of each piece. If `disturbance` isn't 0, it is the seed
+        of random errors that change the gradient about as much as rounding may. Errors in the
+        program's own code propagate.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
@@ -161,21 +160,18 @@ class GradientSketcher:
 
     @property
     def may_be_quick(self) -> bool:
-        """True if `sum_quickly` can be tried.
-
-        It can't if passes are known to draw random numbers, if only losses can be computed, or if
-        audits always measure the effect of rounding.
-        """
+        """True if `sum_quickly` can be tried."""
+        # not if passes draw random numbers, only losses can be computed, or rounding is always
+        # measured
         return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
         """Return the summed gradients of a computation, without intercepting each operation.
 
-        Return None if a pass draws random numbers: they must be the same for a row in any batch,
-        and that is only possible if each operation is intercepted. `read` converts the sums to
-        a sketch, and waits for the GPU. If nothing is known about the passes yet, the first
-        piece is intercepted, as in `sketch`, to find out whether it draws random numbers.
+        Return None if a pass draws random numbers. `read` converts the sums to a sketch.
         """
+        # Random numbers must be the same for a row in any batch, which needs interception. If
+        # nothing is known about the passes, the first piece is intercepted to find out.
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in computation:
             if self._known.draws is None:
@@ -192,11 +188,8 @@ class GradientSketcher:
         return sums
 
     def sketch_fast(self, computation: Sequence[Piece]) -> Sketch:
-        """Return the same sketch as `sketch`, with quick passes if possible.
-
-        Quick passes don't intercept each operation, and take about half the time. They aren't
-        possible if passes draw random numbers.
-        """
+        """Return the same sketch as `sketch`, with quick passes if possible."""
+        # quick passes take about half the time, but mustn't draw random numbers
         sums = None if self._known.draws else self.sum_quickly(computation)
         return self.sketch(computation) if sums is None else self.read(sums)
 
@@ -228,17 +221,15 @@ class GradientSketcher:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the current piece.
 
-        It is called by pieces that run several backward passes themselves, and that therefore don't
-        return a loss. `options` are passed to `GradientSums.add`.
+        Pieces that run several backward passes call this instead of returning a loss. `options` are
+        passed to `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return each buffer's id and version by name.
-
-        A pass that replaces or changes a buffer changes one of the two numbers.
-        """
+        """Return each buffer's id and version by name."""
+        # a pass that replaces or changes a buffer changes one of them
         return {
             f"{name}.{own}" if name else own: (id(buffer), buffer._version)
             for name, module in self._named
@@ -252,12 +243,8 @@ class GradientSketcher:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if the gradients of all these tensors fit into memory at once.
-
-    Each gradient needs twice its size, because the gradients are copied to be projected together.
-    On a GPU, the memory available is the peak usage minus the current usage, so that an audit
-    doesn't raise the peak.
-    """
+    """True if the gradients of all these tensors fit into memory at once."""
+    # twice their size is needed, because they are copied to be projected together
     sizes: dict[torch.device, int] = {}
     for each in tensors:
         if each.requires_grad:
@@ -266,10 +253,8 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _measure_room(device: torch.device) -> int:
-    """Return the bytes that an audit may allocate on a device.
-
-    For a GPU, these are the peak usage minus the current usage; for a CPU, HOST_ROOM.
-    """
+    """Return the bytes that an audit may allocate on a device."""
+    # on a GPU, the peak usage minus the current usage, so that an audit doesn't raise the peak
     if device.type != "cuda":
         return HOST_ROOM
     # max_memory_allocated and memory_allocated would each flatten all statistics, in about 1 ms
@@ -279,11 +264,8 @@ def _measure_room(device: torch.device) -> int:
 
 @contextmanager
 def _bare(model: Any) -> Iterator[None]:
-    """Enter a context in which calling a DistributedDataParallel calls the module inside it.
-
-    An audit must not trigger the wrapper's all-reduce, which belongs to the training step. Other
-    models are unchanged.
-    """
+    """Return a context in which calling a DistributedDataParallel calls the module inside it."""
+    # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
         yield
@@ -300,7 +282,7 @@ def _bare(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
-    """Enter a context in which BatchNorm layers in `modules` use their running statistics."""
+    """Return a context in which BatchNorm layers in `modules` use their running statistics."""
     fixed = [
         (each, each.training)
         for each in modules
@@ -317,10 +299,8 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
-    """Enter a context in which noise is added to weights whose values are all equal.
-
-    Each of these weights is refilled with its single value on exit, so no copies are needed.
-    """
+    """Return a context in which noise is added to weights whose values are all equal."""
+    # each is refilled with its single value on exit, so no copies are needed
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
     try:
@@ -336,11 +316,11 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
 def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
     """Return each floating-point tensor whose elements all have the same value, and that value.
 
-    Tensors with a single value, and subclasses of Tensor, are left out. The host compares the
-    values of small tensors and the first values of others, because a GPU needs 50 ms to load the
-    operations that compare. A large tensor is compared on its own device only if its first values
-    are equal.
+    Tensors with a single element, and subclasses of Tensor, are left out.
     """
+    # The host compares small tensors and the first values of others, because a GPU needs 50 ms to
+    # load the operations. A large tensor is compared on its device only if its first values are
+    # equal.
     plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
     several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
     found = []
@@ -355,10 +335,8 @@ def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
 
 
 def _copy_first_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return all values of small tensors and the first values of others, on the host.
-
-    The host waits for one copy per device and dtype.
-    """
+    """Return all values of small tensors and the first values of others, on the host."""
+    # the host waits for one copy per device and dtype
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for place, each in enumerate(tensors):
         kinds.setdefault((each.device, each.dtype), []).append(place)

@@ -1,6 +1,6 @@
 """Traverse the nested arguments and results of recorded calls, and recognize arithmetic.
 
-Arithmetic is of interest because a number in it, such as a divisor, may be a count of rows.
+A number in arithmetic, such as a divisor, may be a count of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to each value in nested tuples, lists, dicts and slices; return a copy."""
+    """Return nested tuples, lists, dicts and slices with `function` applied to each value."""
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):

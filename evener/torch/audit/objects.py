@@ -21,8 +21,7 @@ def is_object(data: Any) -> bool:
 def unfold(data: Any) -> Any:
     """Return a batch with each object in it replaced by a dict of its tensor attributes.
 
-    Functions for nested data then find these tensors. A batch without objects
-    is returned unchanged.
+    A batch without objects is returned unchanged.
     """
     return _unfold(data, set()) if find_objects(data) else data
 
@@ -30,9 +29,9 @@ def unfold(data: Any) -> Any:
 def _unfold(data: Any, seen: set[int]) -> Any:
     """Return the tensors in nested data, as nested dicts and lists; None if there are none.
 
-    `seen` has the ids of the objects that contain `data`. They are skipped if they occur in `data`
-    again, because objects may refer to each other in a circle.
+    `seen` has the ids of the objects that contain `data`.
     """
+    # they are skipped, because objects may refer to each other in a circle
     if isinstance(data, torch.Tensor):
         return data
     if id(data) in seen:
@@ -64,10 +63,10 @@ def find_objects(data: Any) -> list[Any]:
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
     """Return a copy of `fresh` that replaces `recorded` when a recorded call is repeated.
 
-    `recorded` is an object of the recorded batch, such as a graph. `fresh` is the object of the
-    same class in the batch with which the call is repeated. `known` maps ids of recorded tensors to
-    their replacements: wherever `recorded` has such a tensor, the copy has its replacement.
-    Everything else is copied from `fresh`.
+    - `fresh`: the object, such as a graph, in the batch with which the call is repeated.
+    - `recorded`: the object of the same class in the recorded batch.
+    - `known`: replacements of recorded tensors, by id. Where `recorded` has such a tensor, the copy
+      has its replacement.
     """
     return _remake(fresh, recorded, known, set())
 

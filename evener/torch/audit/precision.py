@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
-    """Enter a context in which float32 products are computed in float32, without autocast.
+    """Return a context in which float32 products are computed in float32, without autocast.
 
-    It overrides the program's own precision settings, which are restored on exit. With
-    `keeps_autocast`, autocast stays as the program sets it.
+    The program's own settings are restored on exit. With `keeps_autocast`, autocast stays as the
+    program sets it.
     """
     with ExitStack() as stack:
         if not keeps_autocast:
@@ -25,7 +25,7 @@ def full_precision(keeps_autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Enter a context in which autocast is off, and code that enables autocast has no effect."""
+    """Return a context in which autocast is off, and code that enables autocast has no effect."""
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -42,12 +42,9 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Enter a context in which products aren't computed in TF32 or other reduced precision.
-
-    PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
-    since 2.9), and both are changed. An older setting is left alone if reading it raises an error,
-    because the program has changed a newer setting to a value that disagrees.
-    """
+    """Return a context in which products aren't computed in TF32 or other reduced precision."""
+    # PyTorch has older settings for this (such as `allow_tf32`) and newer ones (`fp32_precision`,
+    # since 2.9); both are changed. Reading an older one raises an error if a newer one disagrees.
     backends = torch.backends
     places = [backends.cuda.matmul, backends.mkldnn.matmul]
     for backend in (backends.cudnn, backends.mkldnn):
@@ -75,9 +72,9 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return the result of `setting`, a function that reads one of the older precision settings.
+    """Return what `setting` reads, one of PyTorch's older precision settings.
 
-    Return None if PyTorch raises an error because the program has changed a newer setting.
+    Return None if PyTorch raises an error, because the program has changed a newer setting.
     """
     try:
         return setting()

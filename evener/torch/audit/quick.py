@@ -1,9 +1,8 @@
 """Quick passes, which don't intercept each operation, and passes without dropout.
 
 EvenRandomness intercepts each operation of PyTorch, which takes as long as a small operation
-itself. A pass that draws no random numbers except dropout's doesn't need EvenRandomness, because
-dropout can be turned off. Whether a pass drew other random numbers is determined by comparing the
-generators' states before and after the pass.
+itself. A pass that draws no random numbers, except dropout's, doesn't need it: dropout can be
+turned off. The generators' states before and after a pass show whether it drew others.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 class KnownPasses(msgspec.Struct):
     """Facts about a training run's passes, learned from earlier audits.
 
-    `computed` has the dtypes that passes compute in. `draws` is True if passes draw random numbers
-    other than dropout's, False if they don't, and None until that is known.
+    - `computed`: dtypes that passes compute in.
+    - `draws`: True if passes draw random numbers other than dropout's; None if unknown.
     """
 
     computed: set[torch.dtype] = set()
@@ -47,9 +46,10 @@ class KnownPasses(msgspec.Struct):
 class QuickPass:
     """A context that detects whether random numbers are drawn in it.
 
-    `has_drawn` is set on exit. If it is True, a row's random numbers may depend on the size of its
-    batch, so the pass has to be repeated with EvenRandomness.
+    `has_drawn` is set on exit. If it is True, the pass has to be repeated with EvenRandomness.
     """
+
+    # a row's random numbers may then depend on the size of its batch
 
     def __init__(self) -> None:
         self.has_drawn = False
@@ -65,10 +65,8 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Enter a context in which dropout called through PyTorch's Python functions drops nothing.
-
-    Both quick passes and passes with EvenRandomness use it, so that their results are equal.
-    """
+    """Return a context in which dropout called through PyTorch's Python functions drops nothing."""
+    # quick passes and those with EvenRandomness use it, so that their results are equal
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
             stack.enter_context(replaced(owner, name, function))
@@ -76,10 +74,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (module, name, replacement) for each function of PyTorch that has dropout.
-
-    The replacements compute the same without dropout.
-    """
+    """Return (module, name, replacement without dropout) for PyTorch's functions with dropout."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)
@@ -108,8 +103,6 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `recur`, a function of a recurrent layer, without dropout.
-
-    The dropout rate is its only float argument, so every float is replaced with 0.
-    """
+    """Call `recur`, a function of a recurrent layer, without dropout."""
+    # the dropout rate is its only float argument
     return recur(*(0.0 if isinstance(each, float) else each for each in arguments))

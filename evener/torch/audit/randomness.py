@@ -1,6 +1,6 @@
 """Random numbers that are the same for a row in any batch.
 
-An audit needs them because it computes the same rows several times, in batches of different sizes.
+An audit needs them because it computes the same rows in batches of different sizes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """A context in which random operations return the same numbers for every row.
 
-    `seed` determines these numbers. `draws` is the number of random operations in a pass. `random`
-    is the number of those whose results are in fact random: dropout isn't counted, because in this
-    context it keeps all values. `kinds` has the dtypes of computed tensors with more than one
-    value. If `disturbance` isn't 0, errors are added to sums of many terms, as large as those from
-    adding the terms in another order, and `disturbance` is their seed.
+    - `seed`: determines these numbers.
+    - `disturbance`: seed of errors added to sums of many terms, as large as those from another
+      order of the terms; 0 for no errors.
+    - `draws`: number of random operations in a pass.
+    - `random`: number of those whose results are random, without dropout, which keeps all values
+      here.
+    - `kinds`: dtypes of computed tensors with more than one value.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -58,10 +60,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch adds no wrapper for torch.compile.
-
-        Audits don't compile.
-        """
+        """Return False, so that PyTorch adds no wrapper for torch.compile."""
         return False
 
     def __torch_dispatch__(
@@ -78,9 +77,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _call(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Return the result of an operation that drops values or draws random numbers.
+        """Return the result of an operation that may drop values or draw random numbers.
 
-        Nothing is dropped, and the random numbers are the same for every row.
+        Nothing is dropped, and every row gets the same random numbers.
         """
         places = _find_dropout(function)
         if places:  # without dropout, these draw nothing
@@ -97,13 +96,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
         """Simulate rounding: add random errors to the results of an operation that sums many terms.
 
-        `name` is the operation's name, and `arguments` are its arguments. The results of operations
-        that don't sum are left unchanged.
-
-        If n terms of random sign are added one after the other, each addition rounds a partial sum
-        with a relative error of about u, the unit roundoff. The standard deviation of the total
-        error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and
-        Stability of Numerical Algorithms, section 4.2, with independent errors).
+        `name` is the operation's name, and `arguments` are its arguments. Operations that don't sum
+        are left unchanged. If n terms of random sign are added one after the other, the error has a
+        standard deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff
+        (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, with independent
+        errors).
         """
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
@@ -117,8 +114,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
         """Add random errors in proportion to the root mean square of each row of `result`.
 
-        `terms` is the number of terms in each sum. A row consists of the values that have the same
-        indices on the axes before `apart`.
+        `terms` is the number of terms in each sum. The values of a row have the same indices on the
+        axes before `apart`.
         """
         device = result.device
         if device not in self._generators:
@@ -141,7 +138,7 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
     """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
 
     `name` is the operation's name, and `arguments` are its arguments. `place` is the index of the
-    result if the operation has several results.
+    result if there are several.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -185,8 +182,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Call a random operation so that every row gets the same values, determined by `seed`.
 
-    Return the operation's result, and whether it is random. The result isn't random for dropout,
-    which keeps all values, and for a permutation, which moves each entry by one place.
+    Return the operation's result, and whether it is random. It isn't for dropout, which keeps all
+    values, and for a permutation, which moves each entry by one place.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -208,14 +205,13 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 def _draw_nothing(draw: _Draw) -> Any:
     """Return a fixed result for an operation that mustn't be random in an audit, else None.
 
-    - A permutation moves each entry to the place before it. If rows are mixed with others of their
-      batch, as by mixup, a row then has other partners in a part than in the whole batch, and the
-      audit finds the difference.
+    - A permutation moves each entry to the place before it.
     - Dropout keeps all values.
-    - A mask from bernoulli_(1 - p) is filled with 1 - p. Layers that drop values with probability p
-      by such a mask divide the other values by 1 - p. The mask cancels this division, so the result
-      is the same as without dropout.
+    - A mask from bernoulli_(1 - p) is filled with 1 - p.
     """
+    # If rows are mixed with others of their batch, as by mixup, the permutation gives a row other
+    # partners in a part than in the whole batch, so the audit finds the difference. Layers that
+    # drop by a mask divide the other values by 1 - p; the filled mask cancels this division.
     arguments = draw.arguments
     if draw.name == "randperm":
         return torch.arange(*arguments, **draw.keywords).roll(-1)
@@ -229,11 +225,8 @@ def _draw_nothing(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Draw from a distribution whose parameters are tensors; return None for other operations.
-
-    The parameters, such as means, may differ from row to row, so a function in `_DISTRIBUTIONS`
-    computes the values from them.
-    """
+    """Draw from a distribution whose parameters are tensors; return None for other operations."""
+    # parameters, such as means, may differ from row to row
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
     return None
@@ -259,9 +252,9 @@ def _draw_size(draw: _Draw) -> Any:
 def _draw_like(draw: _Draw) -> Any:
     """Draw equal rows into a tensor, or into a new tensor of the same shape.
 
-    The operation determines which of the two. Return None for any other operation, and for one with
-    several tensor arguments, because its result depends on all of them.
+    Return None for other operations, and for those with several tensor arguments.
     """
+    # the result of the latter depends on all of them
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
         return None
@@ -274,10 +267,8 @@ def _draw_like(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each dropout rate in an operation's arguments.
-
-    Fused attention and recurrent layers have such arguments, and so do their backward passes.
-    """
+    """Return the index and name of each dropout rate in an operation's arguments."""
+    # fused attention and recurrent layers have such arguments, and so do their backward passes
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
     names = [each.name for each in function._schema.arguments]
@@ -296,7 +287,7 @@ def _turn_dropout_off(
 ) -> list[Any]:
     """Return an operation's arguments with dropout rates of 0.
 
-    `places` has the index and name of each dropout rate. Rates in `keywords` are set to 0 in place.
+    `places` has the index and name of each dropout rate. `keywords` are changed in place.
     """
     own = list(arguments)
     for place, name in places:
@@ -316,10 +307,8 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Return the random values of one row, along the last axis.
-
-    Rows of different lengths start with the same values.
-    """
+    """Return the random values of one row, along the last axis."""
+    # rows of different lengths start with the same values
     like, *others = draw.arguments
     return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
 
@@ -327,8 +316,8 @@ def _one_row(draw: _Draw) -> Any:
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for the random values that all rows of `like` share.
 
-    If `like` has at least two axes, the tensor has the `_stable_length` of the last axis,
-    otherwise a single value.
+    It has the `_stable_length` of the last axis, or a single value if `like` has fewer than two
+    axes.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -340,11 +329,9 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return the number of values to draw for a row of `length` values: at least LONGEST.
-
-    PyTorch's random values depend on how many are drawn. Up to LONGEST, the number is the same for
-    all lengths, so that rows of different lengths start with the same values.
-    """
+    """Return the number of values to draw for a row of `length` values: at least LONGEST."""
+    # PyTorch's random values depend on how many are drawn; so rows of different lengths start with
+    # the same values
     return max(LONGEST, length)
 
 
@@ -378,7 +365,7 @@ _DISTRIBUTIONS: dict[
 class RandomState:
     """The saved states of Python's, NumPy's and PyTorch's random number generators.
 
-    If CUDA is in use, the generator of the current GPU is included.
+    They include the generator of the current GPU if CUDA is in use.
     """
 
     def __init__(self) -> None:
@@ -405,23 +392,20 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return the numbers in Python's random state that change when values are drawn.
-
-    The state has a block of 624 random numbers. The result is the index of the next number in the
-    block, the block's first number, and the normally distributed value that is saved for the next
-    draw. Comparing the whole block would take longer.
-    """
+    """Return the numbers in Python's random state that change when values are drawn."""
+    # The index of the next number in the block of 624 numbers, the block's first number, and a
+    # normally distributed value saved for the next draw. Comparing the whole block would take
+    # longer.
     return state[1][-1], state[1][0], state[2]
 
 
 class _NumpyState:
-    """Reads the state of NumPy's random number generator, without copies while nothing is drawn.
+    """Reads the state of NumPy's random number generator, without copies while nothing is drawn."""
 
-    NumPy takes 0.1 ms to copy the state. Therefore the generator's memory is first compared with
-    its content at the last copy, through the `ctypes` interface that NumPy documents. That memory
-    doesn't include the normally distributed number that may be saved for the next draw: while there
-    is such a number, the state is copied each time.
-    """
+    # NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
+    # content at the last copy, through the `ctypes` interface that NumPy documents. The memory
+    # lacks a normally distributed number saved for the next draw: while there is one, the state is
+    # copied each time.
 
     BYTES = 4 * (624 + 1)  # of the Mersenne Twister: its numbers, and the index of the next one
 
@@ -433,7 +417,7 @@ class _NumpyState:
     def read(self) -> Any:
         """Return the state, in the form that `numpy.random.set_state` accepts.
 
-        While nothing is drawn, the same object is returned.
+        The same object is returned while nothing is drawn.
         """
         generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined] # in no stub
         if not isinstance(generator, numpy.random.MT19937):
@@ -467,8 +451,7 @@ _NUMPY = _NumpyState()
 def digest_draws() -> int:
     """Return a digest of the states of Python's and NumPy's random number generators.
 
-    If two passes begin with the same states and end with equal digests, they have drawn equally
-    many random numbers.
+    Two passes from the same states have equal digests if they draw equally many numbers.
     """
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
@@ -482,10 +465,8 @@ def seed_all(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's generators for the CPU and the current GPU.
-
-    torch.manual_seed isn't used, because it would seed the generators of all GPUs.
-    """
+    """Seed PyTorch's generators for the CPU and the current GPU."""
+    # torch.manual_seed would seed the generators of all GPUs
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -1,7 +1,6 @@
 """Record the functions that a program calls with tensors, from a batch to its loss.
 
 The recorded calls can be repeated with other rows, without running the program's own code again.
-After `Recorder.close`, nothing more is recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are co
 class RowNumber(int):
     """A number that the program read from a tensor's size: `each` times the batch's number of rows.
 
-    If the recorded calls are repeated with other rows, it is replaced by `each` times their number.
+    When the calls are repeated with other rows, it becomes `each` times their number.
     """
 
     each = 1
@@ -80,10 +79,9 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `autocast` is the device and dtype of the active autocast, or None. `place` is the program's
-    file and line that made the call; it is only recorded for arithmetic. If the call drew from a
-    random number generator that the program passed to it, `draw` is the generator's state before
-    the call, otherwise None.
+    - `autocast`: device and dtype of the active autocast, or None.
+    - `draw`: state before the call of a random generator that the program passed to it, or None.
+    - `place`: the program's file and line, for arithmetic only.
     """
 
     function: Callable[..., Any]
@@ -100,10 +98,9 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Records the calls that compute a batch's losses, until `close`.
 
-    Each call of a model in `models` is recorded as a single call, but only if the model is in
-    training mode. `after` is called after each backward pass, with this recorder and the loss that
-    the backward pass started from. `rows` is the batch's number of rows; if it is 0, the length of
-    the batch's first tensor is used.
+    - `models`: their calls are recorded as single calls; only models in training mode count.
+    - `after`: called after each backward pass, with this recorder and the loss.
+    - `rows`: the batch's number of rows; 0 for the length of its first tensor.
     """
 
     def __init__(
@@ -178,9 +175,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model with its result; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that a replay calls for a model.
-
-        For a DistributedDataParallel, this is the module inside it.
+        """Return the module that a replay calls for a model: the one inside a
+        DistributedDataParallel.
         """
         return getattr(model, "module", model)
 
@@ -254,10 +250,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _mark(self, tensor: Any, result: Any) -> Any:
         """Return `result`, the size that the program read from a tensor.
 
-        If the first dimension of a recorded tensor is the batch's number of rows, its size is
-        replaced by a RowNumber. A replay with other rows converts a RowNumber to the number of
-        those rows.
+        If its first dimension is the batch's number of rows, that becomes a RowNumber.
         """
+        # a replay with other rows converts it to their number
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
         if not known or tensor.ndim == 0 or tensor.shape[0] != self.rows or sizes[0] != self.rows:
@@ -271,9 +266,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _note_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
-        An example is the decay rate in a moving average of the weights. `given` has the call's
-        arguments. Nothing is recorded unless `function` is arithmetic.
+        `given` are the call's arguments.
         """
+        # an example is the decay rate in a moving average of the weights
         if not is_arithmetic(function):
             return
         every = leaves_in(given)
@@ -293,7 +288,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
         """Return a record of the calls that computed a loss.
 
-        If these calls can't be determined, return the reason instead, as a part of a message.
+        If they can't be determined, return the reason, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -335,8 +330,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
         """Return the indices of the calls that computed the tensor `wanted`, and two flags.
 
-        The first flag is True if one of these calls uses a tensor of the batch. The second is True
-        if no call is missing from the recording.
+        The first flag is True if one of them uses a tensor of the batch. The second is True if no
+        call is missing from the recording.
         """
         places: set[int] = set()
         # tensors to visit, each with the index of the call that uses it
@@ -360,10 +355,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call creates a tensor with one entry per row from Python numbers.
-
-        A replay couldn't replace such rows, because they aren't tensors of the batch.
-        """
+        """True if the call creates a tensor with one entry per row from Python numbers."""
+        # a replay couldn't replace such rows, because they aren't tensors of the batch
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -371,16 +364,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if a call came after the program had read a value from a model's result.
-
-        `place` is the index of the call.
-        """
+        """True if the call with index `place` came after the program had read a model's result."""
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in a call may be derived from a value that the program has read.
-
-        `place` is the index of the call.
+        """True if a number in the call with index `place` may derive from a value that the program
+        read.
         """
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
@@ -392,8 +381,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Return the numbers that a call uses together with a model's results.
 
         They are the factors, divisors and summands of arithmetic, and summaries of small tensors
-        that were created before the batch, such as task weights. Return an empty list if the call
-        doesn't use a model's results.
+        such as task weights. The result is empty if the call doesn't use a model's results.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
@@ -410,7 +398,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _is_given(self, tensor: torch.Tensor) -> bool:
         """True for a small tensor that was created before the batch, such as task weights.
 
-        Tensors of the batch, and parameters and buffers of models, are excluded.
+        False for tensors of the batch, and for parameters and buffers of models.
         """
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
@@ -423,8 +411,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 def _sum_up(tensor: torch.Tensor) -> list[float]:
     """Summarize the values of a small tensor, so that ranks can compare them.
 
-    A single value is returned unchanged. Several values are summarized by two numbers: their sum,
-    and the sum of each value times its index, counted from 1.
+    Return a single value unchanged. For several values, return their sum and their index-weighted
+    sum.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
@@ -433,7 +421,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number used in computing a loss, and the program's line that uses it, or "" if unknown."""
+    """A number in the computation of a loss, and the program's line that uses it ("" if unknown)."""
 
     value: float
     place: str
@@ -442,9 +430,8 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The recorded calls that led to a loss; they can be repeated with other rows.
 
-    `numbers` are the numbers in the loss that come neither from the batch nor from the models.
-    `reads` is True if some of these numbers may be derived from values that the program has read
-    from the models' results.
+    - `numbers`: numbers in the loss that come neither from the batch nor from the models.
+    - `reads`: True if some of them may derive from values that the program has read.
     """
 
     def __init__(
@@ -470,12 +457,14 @@ class LossRecord:
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
         """Return the loss of the `rows` rows in `batch`.
 
-        `counts` selects which recorded numbers are converted for this number of rows. AS_WRITTEN
-        converts numbers read from a tensor's size; ROW_COUNTS also converts numbers equal to the
-        recorded number of rows, or to its inverse; MULTIPLES also converts multiples of these.
-        Raises ValueError if the batch has another number of tensors than the recorded batch, or if
-        a call needs a library's object that the batch doesn't have, for example because it was cut
-        by rows.
+        `counts` selects which recorded numbers are converted for this number of rows:
+
+        - AS_WRITTEN: numbers read from a tensor's size.
+        - ROW_COUNTS: also numbers equal to the recorded number of rows, or to its inverse.
+        - MULTIPLES: also multiples of these.
+
+        Raises ValueError if the batch has another number of tensors than the recorded batch, or
+        lacks a library's object that a call needs.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -491,18 +480,12 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a number in the loss may be a count of its rows.
-
-        Such a number is a multiple of the number of rows, or the inverse of a multiple. The program
-        may have computed it with len().
-        """
+        """True if a number in the loss may be a count of its rows, perhaps computed with len()."""
         return any(may_count(self.rows, each.value) for each in self.numbers)
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor with one entry per row that isn't in the batch.
-
-        A replay can't replace the rows of such a tensor.
-        """
+        """True if the calls use a tensor with one entry per row that isn't in the batch."""
+        # a replay can't replace the rows of such a tensor
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
@@ -519,7 +502,7 @@ class LossRecord:
     def find_change(self) -> str:
         """Compute the loss of the same rows again; return a message if it differs, else "".
 
-        The comparison allows for rounding.
+        Rounding is allowed for.
         """
         kinds = {
             each.dtype
@@ -542,10 +525,8 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """Return the loss of the recorded rows, computed again with the same random numbers.
-
-        Gradients are only enabled if the loss needs them.
-        """
+        """Return the loss of the recorded rows, computed again with the same random numbers."""
+        # gradients are only enabled if the loss needs them
         for enabled in (
             False,
             True,
@@ -562,10 +543,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the file and line of the program that makes the current call.
-
-    Return "" if all calling functions belong to libraries.
-    """
+    """Return the file and line of the program that makes the current call; "" if unknown."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -620,12 +598,14 @@ def replay(
 ) -> Any:
     """Repeat the recorded calls with other rows, and return one of the tensors they compute.
 
-    `entries` are the recorded calls, and `rows` is the number of the other rows. `known` maps
-    the id of each recorded tensor to its replacement; the results of the calls are added to it.
-    `wanted` is the id of the recorded tensor whose replacement is returned. `number` converts
-    the numbers among the arguments. `fresh` maps the class of an object in the recorded batch
-    to its replacement, or to None if there is none. Random number generators that the program
-    passes to calls keep their states.
+    - `entries`: the recorded calls.
+    - `known`: replacements of recorded tensors by id; the calls' results are added to it.
+    - `rows`: number of the other rows.
+    - `number`: converts the numbers among the arguments.
+    - `wanted`: id of the recorded tensor whose replacement is returned.
+    - `fresh`: replacements of the recorded batch's objects by class; None if there is none.
+
+    Random generators that the program passes to calls keep their states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
@@ -646,7 +626,7 @@ def _replay_entries(
 ) -> None:
     """Repeat the calls with the replacements in `known`, and add their results to `known`.
 
-    `replay` explains the parameters.
+    See `replay` for the parameters.
     """
     for entry in entries:
         if entry.draw is not None:
@@ -692,10 +672,10 @@ def _now(
     fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
-    """Return the value that replaces an argument, `each`, of a recorded call.
+    """Return the value that replaces `each`, an argument of a recorded call.
 
-    `changed` has the ids of the tensors that the call changes in place; they are cloned, so that
-    the originals stay unchanged. `replay` explains the other parameters.
+    `changed` has the ids of tensors that the call changes in place; they are cloned. See `replay`
+    for the other parameters.
     """
     if isinstance(each, RowNumber):
         return each.each * rows

@@ -27,11 +27,11 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 class Replayed(msgspec.Struct, frozen=True):
     """The result of an attempt to audit a recorded loss.
 
-    `audited` is None if the loss can't be audited, and `fault` is the reason, as a part of a
-    message. `cut` is True if the calls couldn't be repeated with the rows that were tried first,
-    and the rows that were used instead are padded to other lengths. `certain` is False if a number
-    in the record may be a count of its rows that wasn't recognized. `closed` is True if the record
-    uses only rows of its batch.
+    - `audited`: the audit; None if it isn't possible.
+    - `fault`: why it isn't possible, as a part of a message.
+    - `cut`: True if only rows that are padded to other lengths could be used.
+    - `certain`: False if a number in the record may be an unrecognized count of its rows.
+    - `closed`: True if the record uses only rows of its batch.
     """
 
     audited: Audited | None
@@ -51,12 +51,14 @@ def audit_record(
 ) -> Replayed:
     """Audit a loss with the first selection in `rows` for which the loss can be computed.
 
-    The selections are alternatives, such as rows with and without padding. Some numbers in the
-    record may be counts of its rows. `counts` are the possible interpretations of these numbers
-    (see `LossRecord.compute`); they are tried in turn until an audit finds no difference.
-    `sketcher` creates a GradientSketcher for each audit. `computations` returns the two
-    computations that are compared: the reference and the training run's. `moves` is passed to
-    `GradientSketcher.open`. Raises RequestError if the loss synchronizes with other ranks.
+    - `rows`: alternatives, such as rows with and without padding.
+    - `sketcher`: creates a GradientSketcher for each audit.
+    - `computations`: returns the reference and the training run's computation.
+    - `counts`: ways to read numbers as counts of rows (see `LossRecord.compute`), tried in turn
+      until an audit finds no difference.
+    - `moves`: passed to `GradientSketcher.open`.
+
+    Raises RequestError if the loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
@@ -80,11 +82,11 @@ def audit_record(
 
 
 class _Interpretations:
-    """Audits a recorded loss with the same rows, but different interpretations of its numbers.
+    """Audits a recorded loss with the same rows, but with different numbers read as row counts.
 
-    An interpretation says which numbers are counts of rows. `found` is the first audit that
-    succeeded, or a later one that found no difference. If `found` is None, `fault` is the reason.
-    `certain` is False if a number in the record may be a count of its rows that wasn't recognized.
+    - `found`: the first audit that succeeded, or a later one that found no difference.
+    - `fault`: why `found` is None.
+    - `certain`: False if a number in the record may be an unrecognized count of its rows.
     """
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
@@ -103,7 +105,7 @@ class _Interpretations:
     ) -> None:
         """Audit the record with one interpretation of its numbers, and save the result in `found`.
 
-        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. `audit_record` explains
+        `count` is the interpretation: AS_WRITTEN, ROW_COUNTS or MULTIPLES. See `audit_record` for
         the other parameters.
         """
         try:
@@ -129,11 +131,8 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last of a few rows doesn't affect the loss.
-
-    The recorded calls then don't cover all rows. To test this, the last row is replaced with a copy
-    of the first row, and the loss and its gradients are compared.
-    """
+    """True if the last of a few rows doesn't affect the loss."""
+    # then the recorded calls don't cover all rows; tested by a copy of the first row in its place
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -149,11 +148,8 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the audited rows, `used`, are padded to other lengths than the rows tried first.
-
-    `first` are the rows tried first. Lengths differ if the shapes of the tensors differ in any axis
-    but the first, which counts rows.
-    """
+    """True if the rows in `used` are padded to other lengths than the rows in `first`."""
+    # axes but the first, which counts rows, differ
     if first is used:
         return False
     shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]

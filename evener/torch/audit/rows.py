@@ -25,12 +25,14 @@ _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows as one batch (`whole`), and as two parts that are collated separately.
+    """A few rows as one batch, and as two parts that are collated separately.
 
-    `parts` has one part for each of two devices, and `sizes` the number of rows in each part. `cut`
-    has the same parts cut from the whole batch, with its padding, or is None if the batch can't be
-    cut. `even` has two parts of equal size, as the program's own launcher would create. `digest` is
-    a digest of the numbers in the whole batch.
+    - `whole`: the batch.
+    - `parts`: one part for each of two devices.
+    - `sizes`: the parts' numbers of rows.
+    - `cut`: the parts cut from the whole batch, with its padding; None if that isn't possible.
+    - `even`: two parts of equal size, as the program's own launcher would make.
+    - `digest`: digest of the numbers in the whole batch.
     """
 
     whole: Any
@@ -102,11 +104,8 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any) -> Any:
-    """Return a copy of a data set and the data sets inside it.
-
-    The copies have their own attributes and random number generators, so reading their rows doesn't
-    change the program's data sets.
-    """
+    """Return a copy of a data set and the data sets inside it."""
+    # with their own random generators, so that reading rows doesn't change the program's data sets
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
     try:
@@ -128,10 +127,10 @@ def copy_dataset(dataset: Any) -> Any:
 def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> FewRows | None:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    The rows are chosen from the first TIMES * `most` rows to differ as much as possible, and sorted
-    so that both parts differ. With `in_order`, the rows keep the batch's order. Return None if the
-    batch has fewer than two rows or can't be cut.
+    The rows are chosen to differ, and sorted so that both parts differ. With `in_order`, they keep
+    the batch's order. Return None if the batch has fewer than two rows or can't be cut.
     """
+    # from the first TIMES * `most` rows
     if rows < 2:
         return None
     try:
@@ -166,11 +165,10 @@ def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int)
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
     """Return the indices of up to `most` rows, chosen to differ in their `signs`.
 
-    `signs` has for each row the numbers that distinguish it, such as its class and length. If all
-    of these numbers vary among the first `most` rows, these rows are chosen. Otherwise rows are
-    chosen from all of `signs`. The indices are sorted by the signs, so that the first and the
-    second part of these rows differ too.
+    `signs` has numbers for each row, such as its class and length. The indices are sorted by them,
+    so that the first and the second half differ, too.
     """
+    # the first rows are enough if all of their numbers vary
     first = signs[:most]
     differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
     chosen = first if differ or not signs[0] else signs
@@ -183,8 +181,8 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    The rows are chosen by `spread_places` if each tensor in the batch has one entry for each row;
-    else the first rows are used. With `in_order`, they keep the batch's order.
+    They are chosen by `spread_places` if each tensor has an entry per row, or else the first rows.
+    With `in_order`, they keep the batch's order.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):
@@ -214,9 +212,9 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists into one: its n-th element joins the n-th elements of all rows.
+    """Join tuples or lists of several rows element by element.
 
-    If the elements contain no tensors, the tuples or lists are concatenated.
+    If the elements contain no tensors, concatenate the tuples or lists.
     """
     first = rows[0]
     kind = type(first)
@@ -250,11 +248,9 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return a number for each row of a tensor: its class, or its number of meaningful values.
-
-    An integer tensor with one value per row is assumed to contain classes. Meaningful values are
-    those that aren't padding: not 0 or -100 in integer tensors, and finite in others.
-    """
+    """Return a number for each row of a tensor: its class, or its number of values without padding."""
+    # An integer per row is taken for a class. Padding is 0 or -100 in integers, infinite or NaN in
+    # others.
     exact = not tensor.is_floating_point() and not tensor.is_complex()
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if exact and rows.shape[1] == 1:
@@ -266,9 +262,9 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
 def summarize_row(dataset: Any, collate: Any, number: int) -> tuple[float, ...]:
     """Return two sums over each tensor of a collated row, to compare the row between ranks.
 
-    The row is read with a fixed random state. Return () if that isn't possible, or if the data set
-    returns another row when asked again.
+    Return () if the row can't be read, or if the data set returns another row the second time.
     """
+    # read with a fixed random state
     try:
         with kept_state():
             twin = copy_dataset(dataset)

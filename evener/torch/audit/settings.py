@@ -1,9 +1,8 @@
 """Detect changes of the settings that affect a loss.
 
-Settings are numbers, flags and objects in modules of the program's own classes, and the variables
-and objects that the program's functions use. A setting that changes after being the same for a
-while, such as a flag that is set in a later epoch, is a reason for another audit. Counters are
-ignored, because they change in every step.
+Settings are numbers, flags and objects in modules of the program's own classes, and what the
+program's functions use. A setting that changes after staying the same, such as a flag set in a
+later epoch, is a reason for another audit. Counters change in every step and are ignored.
 """
 
 from __future__ import annotations
@@ -47,9 +46,10 @@ class LossSettings:
     ) -> bool:
         """True if a setting has changed after being the same for STILL checks.
 
-        Settings are read from `models`, the modules whose classes the program defines; `function`,
-        which computes the loss; `code`, a code object of the program with the variables of its
-        module; and `holders`, other objects whose attributes are settings.
+        - `models`: the modules to read.
+        - `function`: computes the loss.
+        - `code`: a code object of the program, with the variables of its module.
+        - `holders`: other objects whose attributes are settings.
         """
         self._checks += 1
         found: dict[Key, Any] = {}
@@ -85,10 +85,10 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, found: Mapping[Key, Any], check: int) -> bool:
-        """Compare settings with their values at the last check, and save the new values.
+        """Save the settings in `found`; return True if one changed after STILL checks without a
+        change.
 
-        `found` has the current values, and `check` is the number of this check. Return True if a
-        setting has changed after having the same value in at least STILL checks.
+        `check` is the number of this check.
         """
         changed = False
         before, self._values = self._values, {}
@@ -101,11 +101,10 @@ class _Known:
 
 
 class _ModuleSettings:
-    """Detects changes of the settings in one module.
+    """Detects changes of the settings in one module."""
 
-    Most modules have only numbers, flags and tensors, which are rarely replaced. For such a module
-    it is enough to check that its attributes are the same objects, of the same types, as before.
-    """
+    # Most modules have only numbers, flags and tensors. For these it is enough to check that their
+    # attributes are the same objects, of the same types, as before.
 
     def __init__(self, module: Any) -> None:
         self.count = 0  # number of the module's settings
@@ -148,8 +147,8 @@ class _ModuleSettings:
 def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
     """Add a setting, or the settings inside an object or function, to `found`.
 
-    `value` is an attribute or variable called `name` of the object with the id `holder`. Nested
-    objects are inspected up to `depth` levels deep.
+    `value` is the attribute or variable `name` of the object with the id `holder`. Nested objects
+    are read up to `depth` levels deep.
     """
     if len(found) >= MOST or depth < 0:
         return
@@ -175,10 +174,9 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and of its classes to `found`.
+    """Add the settings of an object and of its classes to `found`, without libraries' classes.
 
-    Classes defined in libraries are skipped. Objects inside `value` are inspected up to `depth`
-    levels deep.
+    Objects inside `value` are read up to `depth` levels deep.
     """
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
@@ -189,7 +187,7 @@ def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
 def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
     """Add the settings in `held`, the attributes or items of `holder`, to `found`.
 
-    Private names are skipped. If `depth` is 0, objects aren't inspected.
+    Private names are skipped. With `depth` 0, objects aren't read.
     """
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:

@@ -2,13 +2,12 @@
 
 Gradients are computed with torch.autograd.grad, which runs none of the hooks that accumulate
 gradients. So the step's own gradients stay unchanged, and no all-reduce is triggered. If there is
-little memory, a hook on each tensor computes the sums as soon as the tensor's gradient is computed,
-and returns an expanded zero in place of the gradient, so that its memory is freed.
+little memory, a hook on each tensor sums its gradient at once, and returns an expanded zero in its
+place to free the memory.
 
-A gradient is arranged as a matrix, whose rows are called lines here, and multiplied by random
-signs; this is called projecting it. Small gradients wait until several can be projected
-together, because a GPU computes the sums of many small gradients in the time that it takes to
-launch the kernels for one.
+A gradient is arranged as a matrix, whose rows are called lines here, and multiplied by random signs
+(projected). Small gradients wait until several can be projected together, because a GPU sums many
+of them in the time that it takes to launch the kernels for one.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ BLOCK = 1 << 24  # number of values that are converted at once
 class Signs:
     """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
-    The standard deviation of a sum with such signs is the gradient's norm, as with an independent
-    sign for each value. But such sums need only a matrix product with a few columns.
+    The standard deviation of a sum with such signs is the gradient's norm, as with independent
+    signs. But these need only a matrix product with a few columns.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the signs of the first `count` lines (which = 0) or columns (which = 1).
+        """Return the signs of the first `count` lines (`which` is 0) or columns (1).
 
         Their shape is (count, PROJECTIONS). They have the device and dtype of `like`.
         """
@@ -64,8 +63,8 @@ class Signs:
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
         """Return the layout in which gradients are arranged in lines of `width` values.
 
-        `sizes` are the gradients' numbers of values. Layouts are cached. The layout's tensors have
-        the device and dtype of `like`.
+        `sizes` are the gradients' numbers of values. The layout's tensors have the device and dtype
+        of `like`. Layouts are cached.
         """
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
@@ -88,8 +87,9 @@ class Signs:
 class _Layout(msgspec.Struct, frozen=True, eq=False):
     """How several gradients are arranged as lines of a matrix, one gradient after the other.
 
-    A gradient's last line is padded with zeros: `rests` has the zeros for each gradient. `signs`
-    has the signs of each line, and `counts` the number of lines of each gradient.
+    - `rests`: zeros that pad each gradient's last line.
+    - `signs`: signs of each line.
+    - `counts`: number of lines of each gradient.
     """
 
     rests: list[torch.Tensor]
@@ -100,10 +100,11 @@ class _Layout(msgspec.Struct, frozen=True, eq=False):
 class LineSums(msgspec.Struct, frozen=True, eq=False):
     """Random sums of each line of several gradients, one gradient after the other.
 
-    `lines` has the shape (lines, PROJECTIONS), in float64 on the gradients' device. `counts` has
-    the number of lines of each gradient. The host adds up a gradient's lines, because the operation
-    that would do so on a GPU takes 65 ms to load.
+    - `counts`: number of lines of each gradient.
+    - `lines`: the sums, of shape (lines, PROJECTIONS), in float64 on the gradients' device.
     """
+
+    # the host adds up a gradient's lines, because a GPU takes 65 ms to load the operation
 
     counts: list[int]
     lines: torch.Tensor
@@ -141,9 +142,9 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 def sum_lines(gradients: Sequence[torch.Tensor], signs: Signs) -> LineSums:
     """Return PROJECTIONS random sums of each gradient's lines, in few operations for all of them.
 
-    The gradients are dense, have the same dtype and device, and are arranged in lines of the same
-    length. The sums of a gradient don't depend on the other gradients.
+    The gradients are dense, have the same dtype and device, and have lines of the same length.
     """
+    # a gradient's sums don't depend on the other gradients
     flat = [_flatten(each) for each in gradients]
     width = _line_width(flat[0])
     layout = signs.lay_out(tuple(each.numel() for each in flat), width, _widen(flat[0][:1]))
@@ -177,11 +178,8 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the random sums of a sparse gradient, whose lines are its stored rows.
-
-    The sign of a line depends only on the line's index in the dense gradient, not on which other
-    lines are stored.
-    """
+    """Return the random sums of a sparse gradient, whose lines are its stored rows."""
+    # a line's sign depends on its index in the dense gradient, not on the other stored lines
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):
         lines = lines * size + index
@@ -194,9 +192,8 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 class GradientSums:
     """Computes random sums of the gradients of `tensors`, added over several losses.
 
-    If `at_once` is True, there is memory for all gradients of a loss at once. Otherwise each
-    gradient is projected and freed as soon as it is computed. The host waits for the GPU
-    only in `sketch`.
+    With `at_once`, there is memory for all gradients of a loss at once. Otherwise each gradient is
+    projected and freed as soon as it is computed. The host waits for the GPU only in `sketch`.
     """
 
     def __init__(
@@ -226,7 +223,7 @@ class GradientSums:
     ) -> None:
         """Add the gradient of a loss, times `weight`; with `loss_only`, add only the loss itself.
 
-        `scale` has the same meaning as in Piece. `retain_graph` is passed to torch.autograd.grad.
+        `scale` means the same as in Piece. `retain_graph` is passed to torch.autograd.grad.
         """
         scaled = loss * (weight if scale is None else scale)
         value = (loss * weight).detach().double().sum()
@@ -253,8 +250,8 @@ class GradientSums:
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of a loss with respect to the tensors in `trained`, by name.
 
-        The result is empty if each gradient was projected and freed as soon as it was computed.
-        `retain_graph` is passed to torch.autograd.grad.
+        Without memory for all of them (`at_once`), they are projected and freed, and the result is
+        empty.
         """
         with ExitStack() as stack:
             for name, each in trained.items():
@@ -269,10 +266,8 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Hook of a tensor: add its gradient to the sums, and return zeros to replace the gradient.
-
-        The zeros are expanded from a single element, so that the gradient's memory is freed.
-        """
+        """Hook of a tensor: add its gradient to the sums, and return zeros to replace the gradient."""
+        # expanded from a single element, so that the gradient's memory is freed
         with torch.no_grad(), without_modes():
             self._take(name, gradient)
             if gradient.is_sparse:
@@ -309,7 +304,7 @@ class GradientSums:
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
         """Copy the sums to the host, and return a sketch of them.
 
-        `computed` has the dtypes that the losses were computed in.
+        `computed` are the dtypes in which the losses were computed.
         """
         made = Sketch(loss=math.fsum(read_scalars(self._losses)))
         for device in {sums.lines.device for _, sums in self._sums}:
@@ -325,7 +320,7 @@ class GradientSums:
 def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalar tensors, which may be on several devices.
 
-    If all are on one device, the host waits for the device only once.
+    For a single device, the host waits only once.
     """
     if len({each.device for each in values}) == 1:
         return list(torch.stack(list(values)).tolist())
@@ -335,8 +330,8 @@ def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
     """Return the name of the dtype whose precision limits a gradient.
 
-    It is the gradient's own dtype `kind`, or a coarser one among `computed`, the dtypes that the
-    loss was computed in. For a float64 gradient and computation in float32, it is MIXED.
+    It is the gradient's dtype `kind` or a coarser one in `computed`, the dtypes of the loss's
+    computation. A float64 gradient computed in float32 is MIXED.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
@@ -348,9 +343,9 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Enter a context in which `function` is a tensor's only gradient hook; None means no hook.
+    """Return a context in which `function` is a tensor's only gradient hook; None means no hook.
 
-    The tensor's other hooks belong to the training step, and are restored on exit.
+    The tensor's other hooks, which belong to the training step, are restored on exit.
     """
     own = dict(tensor._backward_hooks or {})
     if own:
@@ -375,8 +370,8 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    The names of parameters are those in their models, followed by the model's number if there are
-    several models. The tensors in `others`, which optimizers train, have numbers in their names.
+    Parameters have the names in their models, followed by the model's number if there are several.
+    Tensors in `others`, which optimizers train, have numbers in their names.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

@@ -27,11 +27,12 @@ _EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
+    """The saved content of a dict, list or deque.
 
-    `inner` has the items that can change in place, each with the data that restore it. `empty` has
-    the items that were empty containers. They are kept apart because they are faster to restore,
-    and most containers of a module are empty.
+    - `keys`: the keys of a dict; None for others.
+    - `items`, `ids`: the items and their ids.
+    - `inner`: items that can change in place, each with the data that restore it.
+    - `empty`: items that were empty containers, which are common and faster to restore.
     """
 
     keys: list[Any] | None
@@ -43,7 +44,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the holders' attributes and frozen weights on exit.
+    """Return a context that restores the holders' attributes and frozen weights on exit.
 
     See `keep_with_frozen`.
     """
@@ -57,12 +58,11 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
     """Save the attributes and frozen weights of all holders; return a function to restore them.
 
-    Attributes, such as counters, lists of values, buffers and metrics, are restored in place.
-    Objects in `apart` are left out. Trained parameters aren't copied. Frozen parameters are copied,
-    because the model itself may update them, as a model with a momentum encoder does. If most
-    weights are frozen, they aren't copied either, because the copy would be too large. The returned
-    function may be called several times.
+    Attributes, such as counters, lists, buffers and metrics, are restored in place. Objects in
+    `apart` and trained parameters aren't saved. Frozen parameters are saved unless they are most of
+    the weights. The returned function may be called several times.
     """
+    # a model may update frozen parameters itself, for example with a momentum encoder
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
 
@@ -111,9 +111,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the holders' attributes and all random states on exit.
+    """Return a context that restores the holders' attributes and all random states on exit.
 
-    If a holder is a module, its submodules are restored, too. Objects in `apart` are left out.
+    Submodules of modules are restored, too. Objects in `apart` are left out.
     """
     modules = [
         part
@@ -131,9 +131,9 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
     """Return the data that `restore_value` needs to restore a value in place.
 
-    Return None for a value that isn't copied: a number, an object whose id is in `memo`, or a
-    tensor of more than `most_bytes`, for example. `memo` has the ids of objects that are already
-    copied or must be skipped; this function adds the ids of the objects that it copies.
+    Return None for a value that isn't copied, such as a number, or a tensor of more than
+    `most_bytes`. `memo` has the ids of objects that are already copied or must be skipped; copied
+    ones are added.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None
@@ -165,11 +165,9 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return the version and a copy of a tensor, or None if the tensor isn't copied.
-
-    It isn't copied if it is a parameter, requires a gradient, was made in inference mode, has more
-    than `most_bytes`, or has no memory, such as weights that FSDP1 has freed.
-    """
+    """Return the version and a copy of a tensor, or None if it isn't copied."""
+    # not copied: a parameter, one that requires a gradient, was made in inference mode, has more
+    # than `most_bytes`, or has no memory, such as weights that FSDP1 has freed
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
     if value.numel() and address(value) == 0:
@@ -183,7 +181,7 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
 def restore_value(value: Any, was: Any) -> None:
     """Restore a value in place from `was`, which `copy_data` returned for it.
 
-    If `was` is None, the value is left unchanged.
+    Nothing happens if `was` is None.
     """
     if was is None:
         return

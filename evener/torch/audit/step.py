@@ -1,7 +1,7 @@
 """The audit of one step: compute the gradient of a few rows twice, and explain a difference.
 
-The reference gradient is computed from all rows at once, as on a single device. The other gradient
-is computed as the training run computes it, from its parts of the rows.
+The reference gradient is computed from all rows at once, as on a single device. The other one is
+computed as the training run computes it, from its parts of the rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
     """The two computations of an audit, without one possible cause of a difference.
 
-    If they agree, the difference has that cause. `trained` is the training run's computation
-    without the cause. `reference` is the reference computation without it, or None if the reference
-    needs no change.
+    If they agree, the difference has that cause.
+
+    - `trained`: the training run's computation without the cause.
+    - `reference`: the reference without it; None if that is the same.
     """
 
     trained: Computation
@@ -52,8 +53,9 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 class Computations(msgspec.Struct, frozen=True, eq=False):
     """The computations of a few rows that an audit compares.
 
-    `reference` is the correct one, and `trained` is the training run's. `changes` maps the name of
-    each possible cause of a difference to an AuditChange, with which the cause is tested.
+    - `reference`: the correct computation.
+    - `trained`: the training run's computation.
+    - `changes`: an AuditChange to test each possible cause of a difference, by the cause's name.
     """
 
     reference: Computation
@@ -67,14 +69,17 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
 class Audited(msgspec.Struct, frozen=True):
     """The result of an audit.
 
-    `difference` is the difference between the two gradients, and `cause` names its likeliest cause;
-    without a difference, they are None and "". `fault` is the reason why the audit is inconclusive,
-    as a part of a message, or "". The audit is also inconclusive if `finite` is False, which means
-    that the reference gradient has infinities or NaN. `rows` is a digest of the rows, and `sizes`
-    has the number of rows in each part. `sketch` has random sums of the reference gradient, and
-    `changed` has the names of buffers that a pass changes. `noises` has the differences that
-    rounding causes, by tensor, or is None if they weren't measured. `explained` is True if the only
-    difference came from random numbers that depend on the length to which rows are padded.
+    - `difference`: the difference between the two gradients, or None.
+    - `cause`: its likeliest cause, or "".
+    - `rows`: a digest of the rows.
+    - `sizes`: number of rows in each part.
+    - `fault`: why the audit is inconclusive, as a part of a message, or "".
+    - `finite`: False if the reference gradient has infinities or NaN; then the audit is
+      inconclusive.
+    - `sketch`: random sums of the reference gradient.
+    - `changed`: names of buffers that a pass changes.
+    - `noises`: differences that rounding causes, by tensor; None if they weren't measured.
+    - `explained`: True if the only difference came from random numbers that depend on padding.
     """
 
     difference: GradientDifference | None
@@ -92,10 +97,10 @@ class Audited(msgspec.Struct, frozen=True):
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
     """Compute the gradients of the reference and of the training run, and compare them.
 
-    If gradients can't be computed, only the losses are compared. For example, gradients can't be
-    computed with reentrant checkpoints, which don't support torch.autograd.grad. `moves` is passed
-    to `GradientSketcher.open`.
+    If gradients can't be computed, only the losses are compared. `moves` is passed to
+    `GradientSketcher.open`.
     """
+    # reentrant checkpoints, for example, don't support torch.autograd.grad
     try:
         found = _agree_quickly(sketcher, computations, moves) or _audit(
             sketcher, computations, moves
@@ -114,7 +119,7 @@ def _agree_quickly(
 ) -> Audited | None:
     """Return the result of an audit with quick passes if they find no difference, else None.
 
-    Also return None if quick passes can't be used. A difference is then examined by `_audit`.
+    Also return None if quick passes can't be used.
     """
     if not sketcher.may_be_quick:
         return None
@@ -135,11 +140,9 @@ def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) 
 
 
 class _Comparison:
-    """Compares the gradients of two computations.
+    """Compares the gradients of two computations, inside the context of `GradientSketcher.open`."""
 
-    It computes both gradients when it is created, and more gradients to explain a difference.
-    Therefore it is used inside the context of `GradientSketcher.open`.
-    """
+    # it computes both gradients when it is created, and more gradients to explain a difference
 
     def __init__(self, sketcher: GradientSketcher, computations: Computations) -> None:
         self._sketcher = sketcher
@@ -156,7 +159,7 @@ class _Comparison:
     def judge(self) -> Audited:
         """Compare both gradients, and return the audit's result.
 
-        If they differ by more than rounding, the result has the difference and its cause.
+        A difference beyond rounding is in the result, with its cause.
         """
         sketcher, computation = self._sketcher, self._computations.reference
         if compare(self._reference, self._trained) is None and not sketcher.measures:
@@ -172,7 +175,7 @@ class _Comparison:
     def _explain(self, difference: GradientDifference) -> Audited:
         """Return a result with the difference and its cause.
 
-        If random numbers explain the difference, return a result without a difference.
+        The result has no difference if random numbers explain it.
         """
         changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
@@ -238,10 +241,10 @@ def compare_losses(
 ) -> tuple[GradientDifference, str] | None:
     """Compare the losses of the reference and of the training step, instead of their gradients.
 
-    Return the difference and its likeliest cause, or None if there is no difference. Everything is
-    computed only once, so the rounding error isn't measured: a fixed multiple of the dtype's
-    precision is allowed.
+    Return the difference and its likeliest cause, or None if there is no difference.
     """
+    # everything is computed once, so a fixed multiple of the dtype's precision is allowed for
+    # rounding
     with sketcher.open():
         reference = [sketcher.sketch([each]) for each in computations.reference]
         trained = [sketcher.sketch([each]) for each in computations.trained]
