@@ -130,7 +130,10 @@ def needs_own_sums(ddp: Any) -> bool:
 
 
 def joins_unevenly(ddp: Any) -> bool:
-    """True in DistributedDataParallel's context `join`, which allows different numbers of batches."""
+    """True in DistributedDataParallel's context `join`.
+
+    Ranks may have different numbers of batches in it.
+    """
     return bool(ddp._join_config.enable)
 
 
@@ -197,7 +200,7 @@ LEAVING = {
 def count_collectives() -> dict[str, int]:
     """Return how many collectives among several ranks this process has started.
 
-    The result has one number for each process group and device.
+    The keys name a process group and a device.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {

@@ -175,8 +175,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model with its result; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that a replay calls for a model: the one inside a
-        DistributedDataParallel.
+        """Return the module that a replay calls for a model.
+
+        It is the one inside a DistributedDataParallel.
         """
         return getattr(model, "module", model)
 
@@ -368,8 +369,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in the call with index `place` may derive from a value that the program
-        read.
+        """True if a number in a call may derive from a value that the program has read.
+
+        `place` is the index of the call.
         """
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
@@ -421,7 +423,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number in the computation of a loss, and the program's line that uses it ("" if unknown)."""
+    """A number in a loss, and the program's line that uses it ("" if unknown)."""
 
     value: float
     place: str

@@ -85,10 +85,9 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, found: Mapping[Key, Any], check: int) -> bool:
-        """Save the settings in `found`; return True if one changed after STILL checks without a
-        change.
+        """Save the current settings; return True if one changed after STILL checks.
 
-        `check` is the number of this check.
+        `found` has the current values, and `check` is the number of this check.
         """
         changed = False
         before, self._values = self._values, {}

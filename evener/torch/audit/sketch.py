@@ -266,7 +266,7 @@ class GradientSums:
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Hook of a tensor: add its gradient to the sums, and return zeros to replace the gradient."""
+        """Hook of a tensor: add its gradient to the sums, and return zeros in its place."""
         # expanded from a single element, so that the gradient's memory is freed
         with torch.no_grad(), without_modes():
             self._take(name, gradient)

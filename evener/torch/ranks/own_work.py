@@ -1,8 +1,8 @@
 """Time the steps of one rank: compute time (own work), waiting for other ranks, and for data.
 
-Because of the all-reduce of gradients, the backward pass ends at the same time on every rank.
-Therefore a rank's compute time is measured until its last gradient is ready. A step is divided into
-phases (`Phase`), and the timer records a mark, a point in time, at the beginning of each phase.
+The backward pass ends with an all-reduce, at the same time on every rank. Therefore a rank's
+compute time ends when its last gradient is ready. A step is divided into phases (`Phase`). The
+timer records a mark, a point in time, at the beginning of each phase.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class TimedStep(NamedTuple):
 
 
 class _CpuTimes:
-    """The CPU times of one batch, in seconds; times are NaN until they are known.
+    """The CPU times of one batch, in seconds; NaN until they are known.
 
-    They are measured only for some batches, and `stands_for` is the number of timed batches that
-    they represent. `clock` is the timer's clock. `idle_s` is this thread's idle time (see
-    `_idle_seconds`) at the time when it requested the batch.
+    - `clock`: the timer's clock.
+    - `idle_s`: this thread's idle time (see `_idle_seconds`) when it requested the batch.
+    - `stands_for`: number of timed batches that this batch represents.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -192,10 +192,9 @@ class _CpuTimes:
 
 
 class _MarkedStep(NamedTuple):
-    """A finished step whose times aren't computed yet, because the device may still compute it.
+    """A finished step whose times aren't computed yet, because the device may still compute it."""
 
-    A mark is a point in time of the device's clock.
-    """
+    # a mark is a point in time of the device's clock
 
     sizes: tuple[int, ...]
     asked: Any  # mark when this batch was requested; None if a loop began with it
@@ -218,7 +217,7 @@ class _MarkedStep(NamedTuple):
 class _Untimed(msgspec.Struct):
     """The batches since the last timed batch, whose phases weren't timed.
 
-    Only the time for files and validation is measured in them, by the host.
+    The host measures only their time for files and validation.
     """
 
     batches: int = 0
@@ -240,18 +239,16 @@ class _StepDurations(NamedTuple):
 class StepTimer:
     """Times the steps of a training run on one rank.
 
-    `clock` is a HostClock or a GpuClock, and `single_rank` is True if no other rank trains.
+    `clock` is a HostClock or a GpuClock. `single_rank` is True if no other rank trains.
 
-    A batch without gradients, such as the first of two accumulated batches, isn't counted
-    as a step, but the sums include its time. If steps are short, only some batches are
-    timed, and represent the others in the sums. Time for files and validation is measured
-    in all batches, by the host.
-
-    A timed batch has marks (`_marks`). For any other batch, only the current phase is
-    stored (`_doing`). Methods handle such a batch first and then return, so that little
-    code runs: the step of a real model displaces most of this code from the CPU's cache, so
-    even few lines take time.
+    A batch without gradients, such as the first of two accumulated ones, isn't counted as a step,
+    but the sums include its time. If steps are short, only some batches are timed, and represent
+    the others in the sums. Time for files and validation is measured in all batches, by the host.
     """
+
+    # A timed batch has marks (`_marks`). For any other batch, only the current phase is stored
+    # (`_doing`). Methods handle such a batch first and return: the step of a real model displaces
+    # most of this code from the CPU's cache, so even few lines take time.
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
         self.has_own_work = True  # False if ranks wait for each other within a pass
@@ -354,9 +351,9 @@ class StepTimer:
         """Count the phase between two steps as file time if files were written in it.
 
         `marks` has the phases of the current batch, or since the last loop, each with its start.
-        Written bytes are counted only if the phase is long enough to matter, because counting takes
-        microseconds. Therefore the count may include bytes that were written in earlier steps.
         """
+        # Bytes are counted only if the phase is long enough to matter, because counting takes
+        # microseconds. So the count may include bytes of earlier steps.
         if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
 
@@ -372,16 +369,15 @@ class StepTimer:
     def _note_untimed_files(self) -> None:
         """Count the phase between two steps as file time if files were written in it.
 
-        This method is for batches that aren't timed.
+        This is for batches that aren't timed.
         """
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the number of bytes that this thread has written since the last call.
-
-        Return 0 before the first batch.
+        """Return the bytes that this thread has written since the last call; 0 before the first
+        batch.
         """
         if self._writes is None:
             return 0
@@ -390,10 +386,8 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """End this rank's compute time (own work), because the last gradient of a pass is ready.
-
-        This method is called in each pass of a batch, and the call in the last pass counts.
-        """
+        """End this rank's compute time (own work), because the last gradient of a pass is ready."""
+        # called in each pass of a batch; the last call counts
         if not (self.has_own_work or self._single_rank):
             return
         self._computed = True
@@ -412,9 +406,9 @@ class StepTimer:
     def note_sent(self) -> None:
         """Record whether the GPU is behind its host, which has just enqueued the last all-reduce.
 
-        The GPU is behind if it hasn't computed the last gradient yet. A GPU that isn't behind may
-        be waiting for the host to launch kernels.
+        It is behind if it hasn't computed the last gradient yet.
         """
+        # a GPU that isn't behind may be waiting for the host to launch kernels
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
         if self._marks and self._marks[-1][0] == SUM:
@@ -423,11 +417,10 @@ class StepTimer:
     def note_enqueued(self) -> None:
         """Record whether the GPU is behind its host, which has just enqueued a backward pass.
 
-        This is for a sharded model, whose ranks exchange gradients within the pass. If the GPU ends
-        the pass within ENDS_SECONDS, it isn't behind: it was waiting for the host to launch the
-        pass's kernels. Only batches whose CPU times are measured are examined, because the host
-        waits here.
+        This is for a sharded model, whose ranks exchange gradients within the pass.
         """
+        # A GPU that ends the pass within ENDS_SECONDS was waiting for the host. The host waits
+        # here, so only batches whose CPU times are measured are examined.
         if self._cpu is None or self._on_host:
             return
         ends = time.perf_counter() + ENDS_SECONDS
@@ -480,11 +473,8 @@ class StepTimer:
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
-        """Record that a validation batch begins.
-
-        The time of a validation is measured from its first batch until its last batch begins; see
-        `_add_last_batch` for the last one. This method does nothing while a training step computes.
-        """
+        """Record that a validation batch begins; do nothing while a training step computes."""
+        # a validation is timed from its first batch until its last begins; see `_add_last_batch`
         if self._doing is not None:
             self._note_untimed_validation()
             return
@@ -503,11 +493,8 @@ class StepTimer:
             self._begin_between()
 
     def _note_untimed_validation(self) -> None:
-        """Record that a validation batch begins, after a training batch that isn't timed.
-
-        If the validation has several batches, its time is measured until the last one begins. If it
-        has only one, its time is measured until the validation ends.
-        """
+        """Record that a validation batch begins, after a training batch that isn't timed."""
+        # of several batches, the time until the last one begins is measured
         if self._doing not in (BETWEEN, VALIDATION):
             return
         now = time.perf_counter()
@@ -526,7 +513,7 @@ class StepTimer:
     def collective(self) -> Iterator[None]:
         """Return a context in which this rank waits for other ranks.
 
-        The time in the context doesn't count as compute time (own work).
+        Its time doesn't count as compute time (own work).
         """
         if self._validates:  # the validation continues
             with own_collectives():
@@ -552,8 +539,8 @@ class StepTimer:
     def begin_wait(self) -> bool:
         """Begin to wait for other ranks within a pass, as a sharded model does.
 
-        Return True if this interrupts own work; `end_wait` must then be called. In any other phase,
-        do nothing and return False.
+        Return True if this interrupts own work; then call `end_wait`. In other phases, do nothing
+        and return False.
         """
         if self._doing == OWN:
             self._doing = SUM
@@ -607,8 +594,8 @@ class StepTimer:
     def _finish_untimed(self, counts: bool) -> None:
         """Count a batch that wasn't timed.
 
-        `counts` is True if the batch also counts as a step, because its gradients were computed or
-        an optimizer stepped.
+        `counts` is True if it counts as a step: its gradients were computed or an optimizer
+        stepped.
         """
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
             self._note_untimed_files()
@@ -627,8 +614,8 @@ class StepTimer:
     def _finish_timed(self, done: Any, counts: bool) -> None:
         """Save the marks of a batch that ended at `done`.
 
-        `counts` is True if the batch also counts as a step, because its gradients were computed or
-        an optimizer stepped.
+        `counts` is True if it counts as a step: its gradients were computed or an optimizer
+        stepped.
         """
         step = _MarkedStep(
             self.sizes,
@@ -660,7 +647,7 @@ class StepTimer:
         self._untimed.validation_s += min(known_s + last_s, whole_s)
 
     def pause(self) -> None:
-        """End a loop. The time until the next batch is added to the sums, not to a step's time."""
+        """End a loop; the time until the next batch is added to the sums, not to a step's time."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -699,10 +686,10 @@ class StepTimer:
     def _add_to_sums(self, marked: _MarkedStep, spent: _StepDurations) -> None:
         """Add a timed batch to the sums, weighted by the number of batches that it represents.
 
-        `marked` is the batch, and `spent` has its times. Time for files and validation isn't
-        weighted, because it is measured in every batch. Idle time isn't weighted either, because
-        each of its measurements covers all batches since the previous one.
+        `marked` is the batch, and `spent` has its times.
         """
+        # Files and validation are measured in every batch, and each measurement of idle time covers
+        # all batches since the previous one. So these three aren't weighted.
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
         if not untimed.batches:
@@ -727,10 +714,10 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the median times of the last steps.
+        """Return the median times of the last steps; an unknown time is 0.
 
         The first result has this device's compute time and waiting time, the second the times of
-        the whole step. An unknown time is 0.
+        the whole step.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -789,8 +776,8 @@ class StepTimer:
         """Return the times of a step, in seconds, in the order of the fields of StepSums.
 
         `spans` are the durations of its phases, and `input_s` is the time until its batch arrived.
-        If a loop began with the step, the time since the previous loop is included.
         """
+        # with the time since the previous loop if a loop began with the step
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
@@ -822,10 +809,8 @@ class StepTimer:
 
 
 def _list_marks(marked: _MarkedStep) -> list[Any]:
-    """Return the marks of a step that can be reused, each of them once.
-
-    Two phases may begin at the same mark. A mark that the next step also uses is left out.
-    """
+    """Return the marks of a step that can be reused, each of them once."""
+    # two phases may begin at the same mark; the next step may use the last one
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
         if not marks or mark is not marks[-1]:
@@ -848,7 +833,7 @@ def _add_spans(
 ) -> tuple[dict[Phase, float], float]:
     """Return the total duration of each phase from the first mark to `end`, in seconds.
 
-    The second result is the time from the last mark to `end`. `seconds` returns the time between
+    The second result is the time from the last mark to `end`. `seconds` measures the time between
     two marks.
     """
     took_s = 0.0
@@ -864,10 +849,10 @@ def _add_spans(
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
     """Move the time of a validation's last batch to the phase VALIDATION.
 
-    `spans` are the durations of phases. If a validation has several batches, VALIDATION ends when
-    the last batch begins, and the time from then on, `rest_s`, counts as time between steps. The
-    last of the `batches` batches is assumed to take as long as each of the others.
+    `spans` are the durations of phases. `rest_s` is the time after the last of the `batches`
+    batches began, which was counted as time between steps.
     """
+    # the last batch is assumed to take as long as each of the others
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)
     if moved_s > 0 and BETWEEN in spans:
         spans[VALIDATION] += moved_s
@@ -875,10 +860,9 @@ def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> N
 
 
 def _last_batch_seconds(others_s: float, batches: int) -> float:
-    """Return the estimated seconds of a validation's last batch.
+    """Return the estimated seconds of a validation's last batch; 0 if it is the only one.
 
-    The last batch is assumed to take as long as each of the others, which take `others_s` in total.
-    Return 0 if the validation has only one batch.
+    The other batches take `others_s` in total.
     """
     return others_s / (batches - 1) if batches > 1 else 0.0
 
@@ -891,10 +875,10 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
     """Return a step's times as the monitor shows them, in seconds.
 
-    The four times are waiting for the batch, compute time (own work), waiting for other ranks, and
-    the time between steps. `sums` has the step's times in the order of the fields of StepSums. If
-    ranks wait for each other within a pass, waiting is included in the compute time.
+    They are waiting for the batch, compute time (own work), waiting for other ranks, and the time
+    between steps. `sums` has the step's times in the order of StepSums' fields.
     """
+    # if ranks wait for each other within a pass, that counts as compute time
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
@@ -922,9 +906,10 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank
 class StepReporter:
     """Reports the steps of one rank to evener's monitor, and writes the training run's journal.
 
-    Rank 0 writes the journal if `journal` is True or evener launched the training run. `shares` has
-    the current shares, `timer` has the times of the steps, and `noise` measures the gradient noise
-    scale; None if it isn't measured.
+    - `shares`: the current shares.
+    - `timer`: has the times of the steps.
+    - `journal`: True to write a journal on rank 0 even if evener launch didn't start the run.
+    - `noise`: measures the gradient noise scale; None if it isn't measured.
     """
 
     def __init__(
@@ -961,7 +946,7 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step with `rows` rows of this rank to the monitor.
 
-        `tokens` has the numbers of tokens in these rows, without and with padding; zeros mean
+        `tokens` are the numbers of tokens in these rows, without and with padding; zeros mean
         unknown.
         """
         if self.shares is self._described and self._reporter.count(rows, tokens):
@@ -976,10 +961,8 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Record a change of shares for the monitor and the journal.
-
-        The journal is written immediately, because the run may end before its next regular entry.
-        """
+        """Record a change of shares for the monitor and the journal."""
+        # written to the journal at once, because the run may end before its next regular entry
         self.changes.append(change)
         if self._journal is not None:
             self._journal.note_change(change)
@@ -1084,11 +1067,10 @@ def _note_updated(*_: Any) -> None:
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer begins to update the weights.
 
-    PyTorch calls this hook before each step of an optimizer, the first element of `arguments`. The
-    step may have a closure that computes the gradients, as in Lightning. In that case, return
-    arguments with another closure, which calls the original one and then notifies the timers.
-    Otherwise notify them now and return None, so that PyTorch keeps the arguments.
+    PyTorch calls this hook before each step of an optimizer, the first of `arguments`. Return new
+    arguments if the step has a closure that computes the gradients, otherwise None.
     """
+    # the new closure calls the original one and then notifies the timers
     closure = None
     if keywords or len(arguments) > 1:
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")

@@ -1,7 +1,7 @@
 """Detect that another rank has exited: each rank writes a note to the group's store when it exits.
 
-NCCL waits for minutes for a rank that has exited, and reports nothing. If ranks train on GPUs, a
-thread of each rank reads the store once a second, which doesn't slow the steps.
+NCCL waits for minutes for a rank that has exited, and reports nothing. On GPUs, a thread of each
+rank reads the store once a second, which doesn't slow the steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _kept_groups: list[Any] = []  # references to process groups, held until the int
 class ExitNote(msgspec.Struct, frozen=True):
     """The note that a rank writes to the store as it exits.
 
-    A rank that exited without writing its note is represented by the default values.
+    The default values stand for a rank that exited without a note.
     """
 
     error: str | None = None  # its error; "" if it had no error, None if it wrote no note
@@ -55,7 +55,7 @@ class ExitNote(msgspec.Struct, frozen=True):
     def describe(self, rank: int) -> str:
         """Return a message about the exit of `rank`, to which this note belongs.
 
-        A rank that waits for `rank` prints the message.
+        A rank that waits for `rank` prints it.
         """
         end = "ended", self.error
         if self.error is None:
@@ -72,10 +72,10 @@ class ExitNote(msgspec.Struct, frozen=True):
 class PeerWatcher:
     """Detects that other ranks of the default process group have exited, from their exit notes.
 
-    `read_progress` returns the number of batches that this rank has begun, and its current
-    phase. On GPUs, a thread reads the notes. If this rank is stuck because of an exited rank, the
-    thread prints the reason and ends the process.
+    `read_progress` returns the number of batches that this rank has begun, and its current phase.
     """
+
+    # on GPUs, a thread reads the notes; if this rank is stuck, it prints why and ends the process
 
     newest: PeerWatcher | None = None
 
@@ -106,7 +106,7 @@ class PeerWatcher:
     def note(self, error: str) -> None:
         """Write this rank's exit note; only the first call has an effect.
 
-        `error` describes the error that ends this rank; it is empty if there is none.
+        `error` describes the error that ends this rank; "" if there is none.
         """
         if self._noted_error is None:
             self._noted_error = error
@@ -117,8 +117,7 @@ class PeerWatcher:
     def leave(self) -> None:
         """Write this rank's note once its GPU is done, then wait for the other ranks' notes.
 
-        The wait lasts up to WAIT_SECONDS. A rank without a GPU doesn't wait if its note has an
-        error, because the other ranks then learn from gloo that it has left.
+        The wait lasts up to WAIT_SECONDS.
         """
         if self._over.is_set():
             return
@@ -165,7 +164,7 @@ class PeerWatcher:
     def explain(self) -> str:
         """Return a message that says why the connections to other ranks were lost.
 
-        To find out, wait up to WAIT_SECONDS for the exit notes of other ranks.
+        This waits up to WAIT_SECONDS for the exit notes of other ranks.
         """
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
@@ -180,10 +179,8 @@ class PeerWatcher:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a message about one of the ranks that have exited.
-
-        A rank with an error is preferred, then a rank without an error, then one without a note.
-        """
+        """Return a message about one of the ranks that have exited."""
+        # preferably one with an error, then one without an error, then one without a note
         rank = min(
             self.notes,
             key=lambda rank: (not self.notes[rank].error, self.notes[rank].error is None, rank),
@@ -193,9 +190,9 @@ class PeerWatcher:
     def _wait_for_gpu(self) -> Thread:
         """Start and return a thread that runs until the GPU has finished its work.
 
-        Any call to the GPU may block until then. Therefore the caller only checks whether the
-        thread has ended. Without a GPU, it ends immediately.
+        Without a GPU, it ends immediately.
         """
+        # any call to the GPU may block until then, so the caller only checks the thread
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
         self._gpu_waits.append(thread)
@@ -203,10 +200,8 @@ class PeerWatcher:
         return thread
 
     def join_threads(self) -> None:
-        """Join this object's threads, which may have been blocked until the process left its group.
-
-        A thread that is still inside PyTorch when Python exits would abort the process.
-        """
+        """Join this object's threads, which may be blocked until the process leaves its group."""
+        # a thread that is still inside PyTorch when Python exits would abort the process
         for thread in (self._thread, *self._gpu_waits):
             if thread.is_alive():
                 thread.join(WAIT_SECONDS)
@@ -223,7 +218,8 @@ class PeerWatcher:
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank still waits for an exited rank after WAIT_SECONDS.
 
-        `leaves` is True if this rank is leaving its process group. NCCL then waits for all ranks.
+        `leaves` is True while this rank leaves its process group, in which NCCL waits for all
+        ranks.
         """
         notes = list(self.notes.values())
         computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
@@ -250,7 +246,7 @@ class PeerWatcher:
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
     """Detect the exit of other ranks from now on, and notify them of the exit of this rank.
 
-    This process then also leaves the process group at exit. `read_progress` is the argument of
+    This process then leaves the process group at exit. `read_progress` is the argument of
     PeerWatcher.
     """
     newest = PeerWatcher.newest
@@ -266,12 +262,10 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one, together with the other ranks.
-
-    A reference to the group is held until the interpreter exits. Otherwise a
-    DistributedDataParallel may hold the last reference: when it is garbage-collected, it waits for
-    gloo's thread, while gloo's thread may wait for the interpreter's lock to free its tensors.
-    """
+    """Leave the process group, if there is one, together with the other ranks."""
+    # A reference to the group is held until the interpreter exits. Otherwise a
+    # DistributedDataParallel may hold the last one: when it is garbage-collected, it waits for
+    # gloo's thread, which may wait for the interpreter's lock to free its tensors.
     watcher = PeerWatcher.newest
     if watcher is not None:
         watcher.leave()
@@ -295,12 +289,10 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Print an explanation at exit, below the traceback, if an error ends the program.
+    """If an error ends the program, print an explanation below the traceback at exit.
 
-    The explanation is the advice that `advise` returns about the error. Without such advice, it
-    names the rank at fault. `advise` is a method of the newest training run, and is called only if
-    its object still exists. At exit, the process also leaves its process group if `watch_peers` was
-    called.
+    It is the advice of `advise`, a method of the newest training run, or else names the rank at
+    fault. The process also leaves its process group if `watch_peers` was called.
     """
     _ExitActions.advise = advise
     _register_exit()
@@ -323,8 +315,8 @@ def _leave_at_exit() -> None:
 def explain_failure(error: BaseException) -> None:
     """Print advice about an error that ends this program, and the rank at fault.
 
-    If the error was raised because another rank has exited, the message names that rank. Otherwise
-    this rank is at fault, and its exit note, with the error, is written for the other ranks.
+    If another rank has exited, the message names it. Otherwise this rank is at fault, and its exit
+    note is written for the other ranks.
     """
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)

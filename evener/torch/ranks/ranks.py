@@ -41,7 +41,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 class ProcessRank(msgspec.Struct, frozen=True):
     """A process's rank among the `world` processes of a training run.
 
-    `local_rank` is its rank among the processes on its machine.
+    `local_rank` is its rank on its machine.
     """
 
     rank: int
@@ -52,8 +52,8 @@ class ProcessRank(msgspec.Struct, frozen=True):
 def find_process_rank() -> ProcessRank:
     """Return this process's rank, from its process group or torchrun's environment variables.
 
-    If there is neither, the process trains alone and has rank 0. Raises PlanError if the variables
-    are invalid.
+    Without either, the process trains alone as rank 0. Raises PlanError if the variables are
+    invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -72,9 +72,9 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if one of the environment variables `names` is missing.
+    """Raise PlanError if several processes lack one of the environment variables `names`.
 
-    Several processes need them for their rendezvous; a single process (`world` 1) needs none.
+    They need them for their rendezvous. `world` is the number of processes.
     """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
@@ -96,7 +96,7 @@ def _number(name: str, default: int) -> int:
 
 
 def visible_gpus() -> dict[str, int]:
-    """Map the UUIDs of the GPUs that PyTorch sees in this process to their indices in PyTorch."""
+    """Return the indices of the GPUs that PyTorch sees in this process, by UUID."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
@@ -104,10 +104,9 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    `share` is this process's share in the plan; None without a plan. `gpus` is the result of
-    `visible_gpus`. The device is the first of these that exists: the plan's GPU, found by its UUID;
-    the GPU whose index is the local rank; the CPU. Raises DeviceError if the plan has a GPU for
-    this process and PyTorch sees neither of the two GPUs.
+    It is the plan's GPU if its UUID is in `gpus` (see `visible_gpus`), or else the GPU with the
+    local rank as its index, or else the CPU. `share` is this process's share; None without a plan.
+    Raises DeviceError if the share is on a GPU and neither GPU is visible.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -134,11 +133,11 @@ def is_cpu(share: Share) -> bool:
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Set up this process for its device, in the same way as a probe.
 
-    A GPU becomes the current device. A process for a CPU slice is pinned to the slice's cores, with
-    one thread per core, unless evener launch has already done so. `share` is this process's share
-    in the plan; None without a plan. `trainings` is the number of training runs that run on the
-    same device at once and share the cores.
+    `share` is this process's share in the plan; None without a plan. `trainings` is the number of
+    training runs that share the device.
     """
+    # a GPU becomes the current device; a process for a CPU slice is pinned to its cores, with one
+    # thread per core, unless evener launch has already done so
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # torchrun sets 1, but fetching a GPU's rows takes several cores
@@ -158,20 +157,16 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return the number of threads that fetch rows for a GPU.
+    """Return the number of threads that fetch rows for a GPU, at most 8.
 
-    It is 8, or this process's part of the machine's cores if that is smaller. `processes` is the
-    number of processes on this machine that fetch rows.
+    `processes` is the number of processes on this machine that fetch rows and share its cores.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
 def return_memory() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed.
-
-    Otherwise a sharded model, whose layers are gathered one after the other, would leave gaps in
-    the memory that are as large as the model.
-    """
+    """Make glibc return large blocks to the system as soon as they are freed."""
+    # a sharded model, gathered layer by layer, would otherwise leave gaps as large as the model
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
 
@@ -211,9 +206,10 @@ def exchange_values(
 ) -> list[bytes]:
     """Gather a value from every rank through a store; return the values in rank order.
 
-    `own` is the value of `rank`, and `world` is the number of ranks. No key of the store may start
-    with `prefix` yet. If `seconds` isn't 0, it is a timeout: if a rank calls this function later,
-    the result is empty on all ranks.
+    - `prefix`: no key of the store may start with it yet.
+    - `own`: the value of `rank`.
+    - `world`: number of ranks.
+    - `seconds`: timeout; if a rank is later, the result is empty on all ranks. 0 means no timeout.
     """
     keys = [f"{prefix}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -243,7 +239,7 @@ def _open_store() -> Any:
 def join(device: Any, backend: str | None) -> None:
     """Create the process group from torchrun's environment variables, unless there is one.
 
-    If `backend` is None, it is NCCL for GPUs and gloo for CPUs.
+    `backend` None is NCCL for GPUs and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -260,10 +256,10 @@ def join(device: Any, backend: str | None) -> None:
 def _place_group(number: int) -> dict[str, Any]:
     """Return arguments of `init_process_group` for the process group with this number.
 
-    Groups are counted from 0: a second training run in a process creates a second group after the
-    first one was destroyed. Under torchrun, both use the same store, in which the first group has
-    left its ranks' addresses. Therefore each later group gets keys of its own.
+    Groups are counted from 0.
     """
+    # Under torchrun, a second training run in a process uses the store in which the first group has
+    # left its ranks' addresses. So each later group gets keys of its own.
     if number == 0:
         return {}
     process = find_process_rank()
@@ -321,9 +317,9 @@ class RankShares(msgspec.Struct, frozen=True):
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return `plan`, loaded from its file if `plan` is a path.
+    """Return `plan`, loaded from its file if it is a path.
 
-    If `plan` is None, return the plan of `evener launch`, or None if there is none.
+    For None, return the plan of `evener launch`, or None if there is none.
     """
     if isinstance(plan, Plan):
         return plan
@@ -342,14 +338,15 @@ def find_shares(
 ) -> RankShares:
     """Return the shares of all ranks, from `plan`, from evener launch's plan or from `ratios`.
 
-    Every rank has to call this function. `global_batch` is the number of rows per step, by default
-    the plan's. `options` are the user's options that have to be the same on all ranks. `device` is
-    this process's device if it is already chosen.
+    Every rank has to call this function.
 
-    Raises PlanError on every rank if a rank can't read its plan, or if the number of processes
-    isn't the number of shares. If the plan was measured on other devices, PlanError is raised if
-    `strict` is True; otherwise a warning is printed. Raises RequestError if `options` differ
-    between ranks.
+    - `global_batch`: number of rows per step, by default the plan's.
+    - `options`: the user's options that have to be the same on all ranks.
+    - `strict`: raise PlanError instead of a warning if the plan was measured on other devices.
+    - `device`: this process's device if it is already chosen.
+
+    Raises PlanError on every rank if a rank can't read its plan, or if there aren't as many
+    processes as shares. Raises RequestError if `options` differ between ranks.
     """
     note_use()  # ratios count as using a plan too
     if plan is not None and ratios is not None:
@@ -475,7 +472,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
     """Return the UUIDs of the GPUs that any rank sees, for comparison with the plan's devices.
 
-    If all devices in the plan are CPU slices, there is nothing to compare, and None is returned.
+    Return None if all devices in the plan are CPU slices.
     """
     if all(map(is_cpu, active)):
         return None

@@ -1,9 +1,9 @@
 """Detect SIGTERM on any rank, and stop all ranks at the same step.
 
-SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job. It is possible
-that only one rank gets the signal, but ranks that stop at different steps would wait for each other
-forever. Therefore the ranks check four times a second whether any rank got it, with an all-reduce
-of 16 bytes over gloo on the host. Steps between two checks aren't slowed.
+SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job, perhaps to one
+rank only. Ranks that stop at different steps would wait for each other forever. Therefore they
+check four times a second whether any rank got it, with an all-reduce of 16 bytes over gloo on the
+host. Steps between two checks aren't slowed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class StopSignal:
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Record the signal, and call the previous handler.
-
-        The signal may arrive more than once: from the launcher, and from the program that stops the
-        launcher.
-        """
+        """Record the signal, and call the previous handler."""
+        # it may arrive more than once: from the launcher, and from the program that stops the
+        # launcher
         self._received = True
         if callable(self._earlier):
             self._earlier(number, frame)

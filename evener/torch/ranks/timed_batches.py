@@ -1,8 +1,8 @@
 """Choose the batches whose phases are timed, so that timing takes little of the host's time.
 
-Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events. With steps of
-10 ms, timing each batch would take 1 to 2 % of the host's time. On a CPU, adding up the phases of a
-batch takes 3 to 15 us, depending on how much of the core's cache the step has replaced.
+Recording a GPU event takes the host 5 to 30 us, and a batch has five or six events: 1 to 2 % of a
+step of 10 ms. On a CPU, adding up the phases of a batch takes 3 to 15 us, depending on how much of
+the core's cache the step has replaced.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ON_CPU = Rate(0.08, 8)
 class TimedBatches:
     """Chooses which batches are timed: one in each group of `stride` consecutive batches.
 
-    The position of the timed batch differs from group to group. So if batches form a cycle, such as
-    the batches of one update, every batch of the cycle is timed sooner or later. The choice depends
-    only on the batch's number and the stride, so ranks with the same stride choose the same
-    batches. `stride` is adapted to the duration of batches, so that they are timed as often as
-    `rate` says. `clock` returns seconds.
+    `stride` is adapted so that batches are timed as often as `rate` says. `clock` returns seconds.
     """
+
+    # The timed position differs from group to group. So if batches form a cycle, such as those of
+    # one update, each of them is timed sooner or later. The choice depends on the batch's number
+    # and the stride only, so ranks with the same stride choose the same batches.
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stride = 1
@@ -47,8 +47,7 @@ class TimedBatches:
     def is_timed(self, number: int) -> bool:
         """True if the batch with this number is to be timed.
 
-        Call this method with increasing numbers. Numbers may be skipped, but not those
-        that `find_next` returns.
+        Call this with increasing numbers. Numbers may be skipped, except those from `find_next`.
         """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
