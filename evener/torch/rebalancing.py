@@ -1,8 +1,8 @@
 """Rebalancing in PyTorch: shares adapt to the compute time (own work) of each rank.
 
 This module gathers the measurements of all ranks and changes the shares. `Rebalancer` in
-evener/training/rebalance.py decides when and how. Its decisions are the same on every rank, and its
-rule is the same for every framework.
+evener/training/rebalance.py decides when and how, by the same rule for every framework. Its
+decisions are the same on every rank.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class Rebalancing:
     def describe_pending(self) -> PendingShares | None:
         """Return the progress towards the next change of shares, for the monitor.
 
-        Return None if shares won't change, because the ranks' compute time (own work) isn't the
-        bottleneck.
+        Return None if shares won't change, because compute time (own work) isn't the bottleneck.
         """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
@@ -105,10 +104,10 @@ class Rebalancing:
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """Count a trained batch; `sizes` has each rank's number of rows in it.
+        """Count a trained batch; `sizes` are each rank's rows in it.
 
-        Every rank has to call this method. Every few calls, the ranks gather their measurements and
-        decide on shares.
+        Every rank has to call this. Every few calls, the ranks gather their measurements and decide
+        on shares.
         """
         self._step += 1
         if self._training.begins_even:
@@ -141,11 +140,10 @@ class Rebalancing:
     def _summarize(self) -> RankTimes:
         """Return the medians of this rank's step times in the window, without disturbed steps.
 
-        The compute time (own work) is 0 if it is unknown; the Rebalancer then ignores it. It counts
-        as unknown in a window in which the rows per pass changed. It also counts as unknown in
-        SETTLING_WINDOWS windows after memory ran out, because the allocator's cache is then empty
-        and steps take far longer.
+        The compute time (own work) is 0 if unknown.
         """
+        # Unknown in a window in which the rows per pass changed, and in SETTLING_WINDOWS windows
+        # after memory ran out: the allocator's cache is then empty, and steps take far longer.
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
         if retreats != self._retreats:
@@ -174,12 +172,10 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown.
-
-        More memory is left free in two cases. If rows have different lengths, running out of memory
-        is more likely. If the loop computes a batch at once, running out of memory ends the
-        training, because a pass can't be repeated in smaller passes.
-        """
+        """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown."""
+        # More memory is left free if rows differ in length, which makes running out of memory
+        # likelier, and if the loop computes a batch at once, because that pass can't be repeated in
+        # smaller ones.
         training = self._training
         rank, shares = training.rank, training.ranks
         passes = self.passes[rank] if self.passes else 1
@@ -191,9 +187,9 @@ class Rebalancing:
     def _rows_of_several_passes(self) -> int:
         """Return the maximum rows per pass if this rank computes its share in several passes.
 
-        Memory must then also hold the gradients of earlier passes. Return 0 if the number is
-        unknown, or if this rank's share can't be divided into more passes.
+        Return 0 if that is unknown, or if the share can't be divided into more passes.
         """
+        # memory must then also hold the gradients of earlier passes
         if not self._divides or self._training.passes.recovery.uses_collectives:
             return 0
         weights = [each for model in self._training.weights.models for each in model.parameters()]
@@ -207,14 +203,14 @@ class Rebalancing:
         return not self.passes and not self._training.weights.computes_at_once
 
     def _begin_exchange(self, metrics: RankTimes) -> tuple[Any, torch.Tensor]:
-        """Start the all-reduce that gathers the measurements of all ranks.
+        """Start the all-reduce that gathers the measurements of all ranks; return its handle and
+        tensor.
 
-        Each rank sends its compute time (own work) and its pass limit in each window, and the
-        metrics of the last window (`metrics`). It also sends the rows that fit in memory in a
-        single pass and in each of several passes, and the number of batches drawn ahead. Each rank
-        has its own positions in the tensor, and sends zeros in the positions of the other ranks.
-        Return the handle of the all-reduce and the tensor.
+        `metrics` are those of the last window.
         """
+        # Each rank sends its compute time and pass limit of each window, these metrics, the rows
+        # that fit in a single and in several passes, and the batches drawn ahead. Ranks have their
+        # own positions in the tensor, and send zeros in the others.
         own = [
             *(value for window in self._windows.values() for value in window),
             *(UNKNOWN if math.isnan(each) else each for each in metrics),
@@ -264,9 +260,9 @@ class Rebalancing:
     ) -> bool:
         """Decide on shares after a window that ended at step `end`; return True if they change.
 
-        `own_work_s` has each rank's compute time in the window. `seen` has everything else that was
-        measured in the window; it is passed to `Rebalancer.observe`, which makes the decision. A
-        change takes effect after the next `batches` batches.
+        - `own_work_s`: each rank's compute time in the window.
+        - `seen`: the window's other measurements, for `Rebalancer.observe`, which decides.
+        - `batches`: number of batches after which a change takes effect.
         """
         before = self._training.ranks.batches
         if self._rule is None:

@@ -54,11 +54,8 @@ class TimedBatches:
         return self._is_chosen(number)
 
     def find_next(self, number: int) -> int:
-        """Return the next batch number for which `is_timed` has to be called.
-
-        It is the number of the next timed batch, or of the first batch in the next block, because
-        the stride may change there.
-        """
+        """Return the next batch number for which `is_timed` has to be called."""
+        # the next timed batch, or the first of the next block, where the stride may change
         for following in range(number + 1, number + BLOCK_BATCHES):
             if following % BLOCK_BATCHES == 0 or self._is_chosen(following):
                 return following

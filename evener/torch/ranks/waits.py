@@ -1,7 +1,7 @@
 """Measure how long a rank waits for other ranks within its passes, for example in FSDP's layers.
 
-Ranks that synchronize in each layer reach the end of a step together. Therefore a rank's compute
-time (own work) is the time of a pass without the time that it waits for collectives.
+Ranks that synchronize in each layer reach the end of a step together. So a rank's compute time (own
+work) is the time of a pass without the waits for collectives.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 def time_waits(timer: Any) -> None:
     """From now on, exclude waiting for collectives within passes from a timer's compute time.
 
-    `timer` is a StepTimer. On a CPU, the host waits for collectives. On a GPU, the host
-    doesn't wait; there, the excluded time is the time in which a stream waits for another
-    stream, which communicates.
+    `timer` is a StepTimer. On a GPU, the wait of a stream for a communicating stream is excluded.
     """
+    # there, the host doesn't wait for collectives
     _timers.add(timer)
     _watch(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):
@@ -31,19 +30,16 @@ def time_waits(timer: Any) -> None:
 
 
 def _is_current(stream: Any) -> bool:
-    """True if `stream` is the current stream, in which the device computes.
-
-    Only the waits of this stream are timed. FSDP's other streams also wait before they communicate,
-    but this doesn't delay the computation, and timing a wait takes microseconds.
-    """
+    """True if `stream` is the current stream, in which the device computes."""
+    # FSDP's other streams also wait before they communicate, but that doesn't delay the
+    # computation, and timing a wait takes microseconds
     return bool(stream == torch.cuda.current_stream(stream.device))
 
 
 def _watch(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
     """Replace a method of the class `kind` so that timers know when the program waits in it.
 
-    `counts` is called with the object whose method is called, and returns True if the call is such
-    a wait. By default, every call is.
+    `counts` returns True for an object whose calls are such waits. None counts all calls.
     """
     original: Callable[..., Any] = getattr(kind, name)
     if hasattr(original, "__wrapped__"):

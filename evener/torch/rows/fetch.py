@@ -1,10 +1,9 @@
 """Fetch batches by a tensor of row indices or row by row, and prefetch them in a thread for a GPU.
 
-Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so that a fast GPU
-finishes a small network's batch before the next batch is fetched. Besides the current batch, at
-most `depth` batches wait on the device, and the training loop runs at most `depth` steps ahead of
-the GPU. Therefore the memory for batches is bounded, and is the same in a probe as in a training
-run.
+Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so a fast GPU has to wait
+for a small network's batches. At most `depth` batches wait on the device besides the current one,
+and the training loop runs at most `depth` steps ahead of the GPU. Therefore the memory for batches
+is bounded, and is the same in a probe as in a training run.
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row indices, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch from a data set in one call.
+    """Return a function that fetches a whole batch from a data set in one call, or None.
 
-    Its first argument is a tensor of row indices. Its second argument is True to fetch into pinned
-    memory. Three kinds of data sets support this:
+    Its arguments are a tensor of row indices, and True to fetch into pinned memory. These data sets
+    support it:
 
     - a TensorDataset;
     - a data set with a method `__getitems__(self, rows: torch.Tensor)`, which must have this
       annotation and return the batch as the loop gets it;
     - a Subset of such a data set.
-
-    For any other data set, return None.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -69,9 +66,8 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 class Fetch:
     """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
 
-    DataLoader is used, with `options`, if the data set can't return a whole batch in one call, or
-    if the options require DataLoader, for example for worker processes. Otherwise, whole batches
-    are fetched, into pinned memory if `pinned`.
+    Whole batches are fetched if the data set supports it, into pinned memory if `pinned`.
+    Otherwise, or if `options` require it, DataLoader fetches them.
     """
 
     def __init__(
@@ -136,10 +132,11 @@ DEPTH = 2  # number of batches that wait on the device
 class Prefetcher:
     """An iterator that prefetches the batches of `source` in a thread, and sends them to `device`.
 
-    Up to `depth` batches wait to be taken, in the order of `source`. If `source` raises an
-    exception, the exception is raised instead of the next batch. The thread exits when the iterator
-    is exhausted or closed. On a CPU, batches aren't sent.
+    Up to `depth` batches wait to be taken. An exception of `source` is raised instead of the next
+    batch. On a CPU, batches aren't sent.
     """
+
+    # the thread exits when the iterator is exhausted or closed
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
         self._source = source
@@ -177,8 +174,8 @@ class Prefetcher:
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are prefetched, or the source is exhausted.
 
-        It is called at the end of timed steps, so that their time includes fetching as many batches
-        as the steps have used.
+        At the end of timed steps, this makes their time include fetching as many batches as they
+        used.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
@@ -226,10 +223,9 @@ class Prefetcher:
 
 
 class _CopyStream:
-    """Sends batches to a GPU through pinned memory, on a stream of its own.
+    """Sends batches to a GPU through pinned memory, on a stream of its own."""
 
-    Events synchronize this stream with the stream of the training loop.
-    """
+    # events synchronize it with the stream of the training loop
 
     _streams: ClassVar[
         dict[int, Any]
@@ -252,7 +248,7 @@ class _CopyStream:
     def send(self, batch: Any) -> tuple[Any, Any]:
         """Send a batch to the device; return the sent batch and an event for its arrival.
 
-        If the device has too little memory, return the batch on the host, and None as the event.
+        If the device has too little memory, return the batch on the host, and None.
         """
         pinned = each_tensor(_pin, batch)
         try:
@@ -272,11 +268,10 @@ class _CopyStream:
     def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
         """Return a batch that the loop can use; its stream waits until the batch has arrived.
 
-        `arrived` is the event for the batch's arrival. The allocator doesn't reuse the
-        batch's memory before the stream is done with it. If `arrived` is None, there was too
-        little memory to send the batch earlier. It is sent now: between steps, the loop's
-        activations have been freed.
+        `arrived` is the event for the arrival. None means that memory was too short to send the
+        batch earlier; then it is sent now.
         """
+        # between steps, the loop's activations have been freed
         if arrived is None:
             return self._send(batch)
         stream = torch.cuda.current_stream(self._device)

@@ -1,7 +1,7 @@
 """Loaders for one rank of an uneven split, which can resume in mid-epoch.
 
-`Loader` reports each rank's number of rows per step to a listener, which weights gradients
-accordingly. `StepLoader` is for the loops of trainers, which report their steps themselves.
+`Loader` reports each rank's rows per step to a listener, which weights gradients accordingly.
+`StepLoader` is for the loops of trainers, which report their steps themselves.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their
 class Epoch:
     """One iteration over a loader.
 
-    `training` is False for validation. `tail` says in which batches ranks have other weights than
-    in a full batch. None means in no batch. A number means only in the last batch, which has that
-    many rows. Any other object means that it may be so in every batch. `by_length` is True if rows
-    are assigned by length. A batch must then not be cut into passes. `loader()` returns the loader,
-    or None if it no longer exists.
+    - `training`: False for validation.
+    - `tail`: in which batches ranks have other weights than in a full one: None for none, a number
+      for the last batch of that many rows, any other object for possibly all.
+    - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
+    - `loader()`: returns the loader, or None if it no longer exists.
     """
 
     __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
@@ -62,11 +62,8 @@ class Epoch:
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
     def leaves_one(self) -> bool:
-        """True if the training loop may not have computed the epoch's last batch yet.
-
-        That is the case if the loop fetches the first batch of the next epoch before it computes
-        the last batch of this epoch.
-        """
+        """True if the training loop may not have computed the epoch's last batch yet."""
+        # it may fetch the next epoch's first batch before that
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
 
@@ -77,20 +74,19 @@ class StepListener:
     def compare(self, digest: int) -> None:
         """Called when an epoch begins, if the user has given the order or the lengths of rows.
 
-        `digest` is a digest of the order and lengths on this rank. A listener can compare the
-        digests of all ranks, which must be equal.
+        `digest` identifies them on this rank. The digests of all ranks must be equal.
         """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called when the loop gets a batch; `sizes` has the number of rows of each rank in it.
+        """Called when the loop gets a batch; `sizes` are the ranks' numbers of rows in it.
 
         `origin` is the iteration to which the batch belongs.
         """
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Called when the loop is done with a batch; `sizes` has the number of rows of each rank.
+        """Called when the loop is done with a batch; `sizes` are the ranks' numbers of rows.
 
-        `tokens` has the numbers of tokens in this rank's rows, without and with padding.
+        `tokens` are the numbers of tokens in this rank's rows, without and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
@@ -100,12 +96,15 @@ class StepListener:
 class Loader:
     """Yields this rank's rows of each global batch; it has the attributes of a DataLoader.
 
-    Every iteration is a new epoch in a new order, from its first batch, unless `set_epoch` or
-    `load_state_dict` has chosen another epoch or position. `prefetch` batches are prefetched and
-    sent to `device` or, with `on_host`, kept in host memory. If `prefetch` is 0, each batch is
-    fetched when the loop requests it and stays on the host. If it is None, `check_prefetch` chooses
-    the number. `listener` is called for each step, `options` are those of DataLoader, and
-    `training` is False for validation.
+    Every iteration is a new epoch in a new order, unless `set_epoch` or `load_state_dict` has
+    chosen an epoch or position.
+
+    - `listener`: called for each step.
+    - `options`: those of DataLoader.
+    - `prefetch`: number of batches to prefetch and send to `device`. With 0, each batch is fetched
+      when the loop requests it and stays on the host. None is the default of `check_prefetch`.
+    - `training`: False for validation.
+    - `on_host`: keep prefetched batches in host memory.
     """
 
     num_workers: int
@@ -171,9 +170,8 @@ class Loader:
     def next_epoch(self) -> int:
         """The epoch number of the next loop.
 
-        After `set_epoch`, it is the chosen epoch. After `load_state_dict`, it is the epoch of the
-        loaded state if that epoch has steps left, and otherwise the one after it. After a loop, it
-        is the epoch after the loop's.
+        It is the chosen epoch after `set_epoch`, the loaded one after `load_state_dict` if it has
+        steps left, and otherwise the following one.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
@@ -227,23 +225,19 @@ class Loader:
     def wait_until_full(self) -> None:
         """Wait until `prefetch` batches are prefetched, or the loop has no more batches to fetch.
 
-        Without prefetching, return immediately.
+        Return at once without prefetching.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices of all ranks in the loop's newest batch.
-
-        Before the loop's first batch, return the row indices in that batch.
-        """
+        """Return the row indices of all ranks in the loop's newest batch, or in its first one."""
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop, which starts at its first row.
 
-        If a state in the middle of this epoch was just loaded, the loop has only the remaining
-        rows.
+        If a state in this epoch was just loaded, the loop has only the remaining rows.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -269,10 +263,9 @@ class Loader:
 
 
 class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
-    """Yields the indices of a loader's rows one by one, like the `sampler` of a DataLoader.
+    """Yields the indices of a loader's rows one by one, like the `sampler` of a DataLoader."""
 
-    It is a subclass of SequentialSampler so that Lightning doesn't replace it.
-    """
+    # a SequentialSampler, so that Lightning doesn't replace it
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -294,7 +287,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 def count_rows(dataset: Any) -> int:
     """Return the number of rows of a data set.
 
-    Raises RequestError if its rows can't be indexed, or if it is a loader instead of a data set.
+    Raises RequestError if its rows can't be indexed, or if it is a loader.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
@@ -321,11 +314,12 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Return the number of batches to prefetch, which is `prefetch` or, for None, a default.
+    """Return the number of batches to prefetch: `prefetch`, or a default for None.
 
-    The default is 2 for a GPU, and 0 for a CPU, on which prefetching would take cores away from the
-    computation. Raises RequestError if `prefetch` is neither None nor an integer of 0 or more.
+    The default is 2 for a GPU and 0 for a CPU. Raises RequestError if `prefetch` is neither None
+    nor an integer of 0 or more.
     """
+    # on a CPU, prefetching would take cores away from the computation
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
@@ -362,8 +356,7 @@ class LoaderStates:
     def add(self, loader: Loader) -> Loader:
         """Register a loader and return it.
 
-        If checkpoint states were loaded before this loader was created, the loader resumes from the
-        first state that no other loader has used.
+        The loader resumes from the first loaded checkpoint state that no other loader has used.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -421,9 +414,9 @@ class StepSampler:
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Count the tokens of this rank's rows in the global batches `steps` of the epoch.
+        """Return the tokens of this rank's rows in these global batches, without and with padding.
 
-        Return the counts without and with padding; both are 0 if the lengths of rows aren't known.
+        Both are 0 if the lengths of rows aren't known.
         """
         rows = self.sampler
         counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
@@ -433,14 +426,19 @@ class StepSampler:
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """A DataLoader over this rank's part of each global batch, for a trainer's loop.
 
-    `steps` is the batch sampler, and `options` are passed to DataLoader. The trainer sets `done` to
-    the number of this epoch's batches that it has computed. With `ahead`, each batch is fetched one
-    step early, as in accelerate's loader. If a callback changes the collator, the change then
-    begins with the same batch as without a plan. The callback `begins` is called when a loop
-    begins, and `asks` whenever the loop requests a batch, which means that it has computed the
-    previous one. `load_state_dict` resumes in mid-epoch. The shares may then differ, but not the
-    size of the global batch.
+    The trainer sets `done` to the number of this epoch's batches that it has computed.
+
+    - `steps`: the batch sampler.
+    - `ahead`: fetch each batch one step early, as accelerate's loader does.
+    - `begins`: called when a loop begins.
+    - `asks`: called when the loop requests a batch, because it has computed the previous one.
+    - `options`: passed to DataLoader.
+
+    `load_state_dict` resumes in mid-epoch, also with other shares of the same global batch.
     """
+
+    # with `ahead`, a collator that a callback changes takes effect with the same batch as without a
+    # plan
 
     def __init__(
         self,
@@ -479,7 +477,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def take(self, step: int) -> tuple[int, ...]:
         """Return each rank's number of rows in the global batch `step`, which the trainer begins.
 
-        Later changes of shares take effect after this batch.
+        Later changes of shares take effect after it.
         """
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes

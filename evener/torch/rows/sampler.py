@@ -29,9 +29,8 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 class RowOrder:
     """Draws the rows of each epoch from the user's `order` (see `Split.loader`).
 
-    The order is drawn again for each epoch, with a random seed that depends on `seed` and the
-    epoch. Raises RequestError if `order` doesn't yield row indices from 0 to `rows` - 1, or yields
-    different numbers of rows in two epochs.
+    The random seed depends on `seed` and the epoch. Raises RequestError if `order` doesn't yield
+    row indices from 0 to `rows` - 1, or yields different numbers of rows in two epochs.
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
@@ -135,13 +134,17 @@ class ShareSchedule:
 class UnevenBatchSampler:
     """Yields batches of row indices for one rank, for `DataLoader(batch_sampler=...)`.
 
-    `length` is the number of rows of the data set, and `shares` has the number of rows of each rank
-    in a full global batch, until `change_shares` changes it. No batch is empty: a rank without rows
-    gets a filler row. With `shuffle`, rows are shuffled in each epoch, depending on `seed`. If
-    `order` is passed, it determines the order of rows instead. With `drop_last`, a last batch with
-    fewer rows than the others is left out. With `join_tail`, a last batch with fewer rows than
-    ranks is joined to the batch before it. With `without_rows`, ranks may have a share of 0. Raises
-    RequestError if the shares, the length or the rank is invalid.
+    No batch is empty: a rank without rows gets a filler row.
+
+    - `length`: number of rows of the data set.
+    - `shares`: number of rows of each rank in a full global batch; `change_shares` changes it.
+    - `shuffle`, `seed`: whether to shuffle the rows in each epoch, and the random seed.
+    - `order`: the order of rows, instead.
+    - `drop_last`: leave out a last batch with fewer rows than the others.
+    - `join_tail`: join a last batch with fewer rows than ranks to the batch before it.
+    - `without_rows`: allow shares of 0.
+
+    Raises RequestError if the shares, the length or the rank is invalid.
     """
 
     is_by_length = False  # True if rows are assigned by length, in passes
@@ -184,11 +187,8 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Use `shares` from now on.
-
-        Loops that are running keep the old shares for their next `ahead` batches, because the rows
-        of these batches may already have been drawn.
-        """
+        """Use `shares` from now on; running loops change after their next `ahead` batches."""
+        # the rows of these batches may already have been drawn
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
@@ -196,8 +196,8 @@ class UnevenBatchSampler:
     def warn_of_short_batches(self, planned: int) -> None:
         """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
 
-        The data set is too small if it has fewer rows than `planned`, the plan's global batch. If
-        `planned` is 0, the size of the data set isn't checked.
+        It is too small if it has fewer rows than `planned`, the plan's global batch; 0 skips this
+        check.
         """
         if self.length < planned:
             warnings.warn(
@@ -224,7 +224,7 @@ class UnevenBatchSampler:
     def sample_rows(self, first: int, more: int) -> list[int]:
         """Return the next `first` row indices of the epoch, and up to `more` evenly spaced ones.
 
-        Audits compute these rows. The result is the same on every rank, and has no duplicates.
+        Audits compute these rows. The result has no duplicates, and is the same on every rank.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -262,8 +262,8 @@ class UnevenBatchSampler:
     def take(self, step: int) -> tuple[int, ...]:
         """Return each rank's number of rows in a step that a trainer begins now.
 
-        `step` is counted from `position` in the epoch. It becomes the newest step of the loop, so
-        later changes of shares take effect after it.
+        `step` is counted from `position` in the epoch. Later changes of shares take effect after
+        it.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
@@ -273,8 +273,8 @@ class UnevenBatchSampler:
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the step that begins at row `first` of the order.
 
-        `epoch` is by default the current epoch. `schedule` has the shares; by default it is the
-        schedule of the newest loop.
+        The default of `epoch` is the current one. The default of `schedule` is that of the newest
+        loop.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -301,9 +301,8 @@ class UnevenBatchSampler:
     def rows_of_odd_tail(self) -> object:
         """Return in which steps ranks have other weights than in a full step (see `Epoch.tail`).
 
-        Return None if there is no such step. If it can only be the last step, return that step's
-        number of rows. If it can be any step, return a new object, which differs from the result
-        for any other epoch.
+        Return None for no step, the number of rows of the last step if it is the only one, or a new
+        object if it can be any step.
         """
         if self.changes or self.is_by_length:
             return (
@@ -348,23 +347,19 @@ class UnevenBatchSampler:
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batch of each step, made from the fetched batches.
 
-        In this class, the fetched batches are unchanged. LengthSampler fetches each pass of a batch
-        separately, and joins the passes.
+        Here, these are unchanged. LengthSampler joins the passes of a batch.
         """
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
         """Return the context in which a loader runs a loop over these batches.
 
-        In this class, the context does nothing. LengthSampler turns off cuDNN's attention in it.
+        Here, it does nothing. LengthSampler turns off cuDNN's attention in it.
         """
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the number of tokens in this rank's rows of a batch, without and with padding.
-
-        Both numbers are 0, because this class doesn't know the lengths of rows.
-        """
+        """Return (0, 0), because this class doesn't know the lengths of rows; see LengthSampler."""
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
@@ -386,8 +381,8 @@ class UnevenBatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue at the position in `state`, which `state_dict` returned.
 
-        Shares and the number of ranks may differ from those when the state was saved. Raises
-        RequestError if the order of rows differs.
+        Shares and the number of ranks may differ from the saved ones. Raises RequestError if the
+        order of rows differs.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
@@ -413,11 +408,9 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention during the loops that can't use it.
+    """Turns off cuDNN's attention during the loops that can't use it."""
 
-    PyTorch can turn it off only for the whole process. Therefore the running loops are counted, and
-    it is turned on again after the last of them.
-    """
+    # PyTorch can turn it off only for the whole process, so the running loops are counted
 
     def __init__(self) -> None:
         self._loops = 0  # number of running loops that need it off
@@ -427,8 +420,7 @@ class _CudnnAttention:
     def disabled(self) -> Iterator[None]:
         """Return a context in which cuDNN's attention is off.
 
-        Such contexts may overlap. The last context to end restores the setting from before the
-        first one.
+        Contexts may overlap. The last one to end restores the setting from before the first.
         """
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -453,14 +445,14 @@ _KEPT = (
 class LengthSampler(UnevenBatchSampler):
     """Yields the row indices of each pass of one rank, with rows assigned by length.
 
-    `lengths` has the number of tokens in each row of the data set, and `assigner` assigns the rows
-    of a global batch to the passes of ranks. Global batches and their order are the same as without
+    `lengths` are the numbers of tokens in the data set's rows. `assigner` assigns the rows of a
+    global batch to the passes of ranks. Global batches and their order are the same as without
     lengths, so a state can be loaded under other shares. Raises RequestError if the lengths don't
     fit the data set, or if no rank can hold a row.
 
-    During a loop over the batches, cuDNN's attention is off in this process. cuDNN would build an
-    execution plan for each new shape, which takes about 100 ms on an H200, and nearly every pass
-    has a new shape.
+    During a loop over the batches, cuDNN's attention is off in this process. It would build an
+    execution plan for each new shape, in about 100 ms on an H200, and nearly every pass has a new
+    shape.
     """
 
     is_by_length = True
@@ -511,23 +503,22 @@ class LengthSampler(UnevenBatchSampler):
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the batch that begins at row `first` of the order.
 
-        The number is 0 for a rank that computes only a filler row. `epoch` is by default the
-        current epoch, and `schedule` is ignored, because lengths determine these numbers.
+        The number is 0 for a rank with a filler row only. The default of `epoch` is the current
+        one. `schedule` is ignored.
         """
+        # lengths determine these numbers
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the number of rows in each of this rank's passes of one batch.
+        """Return the number of rows in each of this rank's passes of the batch at row `first`.
 
-        The batch begins at row `first` of the epoch's order. The result is (0,) if the rank has
-        only a filler row.
+        The result is (0,) if the rank has only a filler row.
         """
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the number of tokens in this rank's rows of a batch, without and with padding.
-
-        The batch begins at row `first` of the epoch's order.
+        """Return the tokens in this rank's rows of the batch at row `first`, without and with
+        padding.
         """
         assign = self.assignment_at(first, epoch)
         return assign.tokens[self.rank], assign.padded[self.rank]
@@ -537,7 +528,7 @@ class LengthSampler(UnevenBatchSampler):
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches; each is a list with the row indices of each pass.
+        """Iterate over the batches, each a list with the row indices of each pass.
 
         The iteration starts at the current epoch and position.
         """
@@ -561,8 +552,8 @@ class LengthSampler(UnevenBatchSampler):
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batch of each step, made from the fetched passes.
 
-        A batch is an AssignedBatch, which has several passes. If every rank has a single pass in
-        every batch, the fetched passes are the batches.
+        A batch of several passes is an AssignedBatch. If every batch has a single pass on every
+        rank, the passes are the batches.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (

@@ -15,8 +15,10 @@ from ...errors import RequestError
 class AssignedBatch:
     """A rank's batch in passes, with rows assigned by length; each pass is collated separately.
 
-    `passes` has the data of each pass, and `rows` has its number of rows. Using this object like a
-    normal batch, as a loop does that computes a batch at once, raises RequestError.
+    - `passes`: the data of each pass.
+    - `rows`: number of rows of each pass.
+
+    Using it like a normal batch raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
@@ -46,7 +48,7 @@ class AssignedBatch:
 def address(tensor: torch.Tensor) -> int:
     """Return a number that identifies a tensor's storage: its address.
 
-    A sparse tensor has no storage, so its id is returned instead.
+    For a sparse tensor, which has no storage, return its id.
     """
     try:
         return int(tensor.untyped_storage().data_ptr())
@@ -57,7 +59,7 @@ def address(tensor: torch.Tensor) -> int:
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
     """Return nested tuples, lists and mappings with `function` applied to every tensor in them.
 
-    The containers in the result have the same types, and all other values are unchanged.
+    Containers keep their types, and other values are unchanged.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -80,7 +82,7 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a tuple, list, mapping or AssignedBatch with `function` applied to each of its items.
+    """Return a tuple, list, mapping or AssignedBatch with `function` applied to its items.
 
     Anything else is returned unchanged.
     """
@@ -103,8 +105,8 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
     """Return rows `start` to `stop` - 1 of a batch of `rows` rows, in the same structure.
 
-    Tensors, arrays, and lists with one item per row, such as texts, are cut. Numbers, and tensors
-    without dimensions, are returned whole. Raises RequestError for anything else.
+    Tensors, arrays, and lists with one item per row, such as texts, are cut. Numbers and scalar
+    tensors are returned whole. Raises RequestError for anything else.
     """
     shape = getattr(data, "shape", None)
     if shape is not None:
@@ -121,7 +123,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` - 1 of a tensor or array of `shape`; scalars stay unchanged.
+    """Return rows `start` to `stop` - 1 of a tensor or array of `shape`, or a scalar unchanged.
 
     Raises RequestError if the first dimension isn't `rows`.
     """

@@ -16,11 +16,9 @@ from .whole_model import WholeModel
 
 
 def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
-    """Return the names of the parameters to write: all that PEFT saves, and all that are trained.
-
-    PEFT may save more than adapters, such as resized embeddings. It is therefore called with a
-    state dict of empty tensors to see which of them it saves.
-    """
+    """Return the names of the parameters to write: all that PEFT saves, and all that are trained."""
+    # PEFT may save more than adapters, such as resized embeddings. A call with a state dict of
+    # empty tensors shows what it saves.
     names = [slot.names[0] for slot in sharded.slots]
     trained = [slot.names[0] for slot in sharded.slots if slot.piece.requires_grad]
     save_and_load = import_module("peft.utils.save_and_load")
@@ -33,9 +31,9 @@ def find_names(model: Any, sharded: Sharded | WholeModel) -> list[str]:
 
 
 def export_adapters(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write PEFT's adapter files of a model to a folder.
+    """Write PEFT's adapter files of a model to a folder, each of them atomically.
 
-    `tensors` are the whole parameters by name. Each file replaces the older one atomically.
+    `tensors` are the whole parameters by name.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-") as made:
         model.save_pretrained(made, state_dict=dict(tensors))

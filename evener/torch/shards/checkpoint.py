@@ -2,11 +2,10 @@
 
 A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
 transformers can also read. It can be loaded under any shares. The index is replaced atomically once
-all files that it names are on disk: if a process exits before that, the old checkpoint stays
-intact.
+its files are on disk, so the old checkpoint stays intact until then.
 
-For a model with PEFT's adapters, the folder has the trained parameters, and PEFT's own files.
-Packed (4-bit) weights aren't written, because they are frozen and the program loads them itself.
+For a model with PEFT's adapters, the folder has the trained parameters and PEFT's own files. Packed
+(4-bit) weights aren't written, because they are frozen and the program loads them itself.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def find_sharded(model: Any) -> Sharded | WholeModel:
 def model_state(model: Any) -> Tensors:
     """Return the model's whole parameters and buffers on rank 0, and an empty dict on other ranks.
 
-    The names are the same as in `state_dict`; the tensors are in host memory. Every rank has to
-    call this function.
+    They have the names of `state_dict`, and are in host memory. Every rank has to call this
+    function.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -89,8 +88,8 @@ def model_state(model: Any) -> Tensors:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """Return the optimizer's whole state on rank 0, and an empty dict on other ranks.
 
-    The state has the same form as the optimizer's `state_dict` for the whole model. Every rank has
-    to call this function. Raises RequestError if the optimizer doesn't train a sharded model.
+    It has the form of the optimizer's `state_dict` for the whole model. Every rank has to call this
+    function. Raises RequestError if the optimizer doesn't train a sharded model.
     """
     sharded = find(optimizer)
     if sharded is None and is_alone():
@@ -129,11 +128,11 @@ def _whole_slots(sharded: AnyModel) -> list[Slot]:
 
 
 def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield dicts of whole parameters by name, in host memory, one dict for each flat.
+    """Yield the whole parameters by name, in host memory, one dict for each flat.
 
-    The last dicts have the unsharded parameters. The dicts are empty on ranks other than 0. If
-    `wanted` isn't empty, flats that contain none of these names are skipped, and so are
-    unsharded parameters with other names.
+    The last dicts have the unsharded parameters. On ranks other than 0, the dicts are empty.
+    `wanted` are the names of the parameters to include; flats with one of them are included whole.
+    If it is empty, all are.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
@@ -143,9 +142,9 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
 
 
 def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """Yield copies of the tensors in host memory, in dicts of at least FILE_BYTES each.
+    """Yield copies of the tensors in host memory, in dicts of at least FILE_BYTES but the last.
 
-    The last dict may be smaller. Ranks other than 0 yield nothing.
+    Ranks other than 0 yield nothing.
     """
     if sharded.place.rank:
         return
@@ -164,9 +163,8 @@ def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator
 def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
     """Return the parameters in a flat as whole tensors by name, in host memory.
 
-    Every rank has to call this function; ranks other than 0 get an empty dict. `shard` is
-    this rank's shard of the flat, either of the parameters or of one kind of optimizer
-    state, such as Adam's exp_avg.
+    `shard` is this rank's shard of the parameters, or of one kind of optimizer state, such as
+    Adam's exp_avg. Every rank has to call this; ranks other than 0 get an empty dict.
     """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
@@ -190,10 +188,10 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
-    """Yield dicts of the optimizer's whole state, one dict for each flat and kind of state.
+    """Yield the optimizer's whole state by "parameter/kind", one dict for each flat and kind.
 
-    The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out. The
-    last dicts have the state of unsharded parameters.
+    A key is, for example, "head.weight/exp_avg". The last dicts have the state of unsharded
+    parameters. Step counters are left out.
     """
     for flat in _flats(sharded):
         yield from _states_of(flat, optimizer)
@@ -222,16 +220,13 @@ def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors in a parameter's optimizer state that are sharded.
-
-    They are the tensors with at least one axis, such as "exp_avg", which are sharded like the
-    parameter. Step counters aren't sharded.
-    """
+    """Return the names of the tensors in a parameter's optimizer state that are sharded."""
+    # all with an axis, such as "exp_avg"; step counters have none
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: AnyModel, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's scalar state, such as step counters, with the keys "parameter/kind".
+    """Return the optimizer's scalar state, such as step counters, by "parameter/kind".
 
     The values are the same on all ranks.
     """
@@ -256,8 +251,7 @@ def _names(sharded: AnyModel, optimizer: Any) -> list[str]:
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups in a JSON-serializable form.
 
-    A group has its options, with tensors converted to numbers. Under "params", it has its
-    number of parameters.
+    Under "params", a group has its number of parameters. Tensors become numbers.
     """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
@@ -280,9 +274,9 @@ def save(
 ) -> None:
     """Write the model, and the optimizer's state if one is passed, to a folder on rank 0.
 
-    `extra` is any JSON-serializable object, which `load` returns. Every rank has to call this
-    function. Raises RequestError on every rank if the checkpoint can't be written; an earlier
-    checkpoint in the folder then stays intact.
+    `extra` is a JSON-serializable object, which `load` returns. Every rank has to call this
+    function. Raises RequestError on every rank if the checkpoint can't be written; an earlier one
+    in the folder then stays intact.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -312,8 +306,9 @@ def save(
 class _Writer:
     """Writes a checkpoint's files first, and then the index that names them.
 
-    `writes` is True on the rank that writes, and `index` is the base name of the index. `fault` is
-    the message of the first error, or "".
+    - `writes`: True on the rank that writes.
+    - `index`: base name of the index.
+    - `fault`: message of the first error, or "".
     """
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
@@ -324,10 +319,8 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, unless an earlier action failed.
-
-        Errors are stored in `fault` instead of raised, because the other ranks wait for this rank.
-        """
+        """Run `action` on the rank that writes, unless an earlier action failed."""
+        # errors go to `fault`, because the other ranks wait for this rank
         if not self._writes or self.fault:
             return
         try:
@@ -363,8 +356,8 @@ class _Writer:
     def close(self, rest: dict[str, Any]) -> None:
         """Replace the index, and remove the files of the previous checkpoint.
 
-        `rest` has further entries of the index: the optimizer's groups, names and
-        counters, and `extra`.
+        `rest` has further entries of the index: the optimizer's groups, names and counters, and
+        `extra`.
         """
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
@@ -404,7 +397,7 @@ def _from_first(own: Value) -> Value:
 def _agree(fault: str, remedy: str) -> None:
     """Raise RequestError on every rank if `fault`, a message, isn't empty on rank 0.
 
-    `remedy` is the advice in the error. Every rank has to call this function.
+    `remedy` is the advice in the error. Every rank has to call this.
     """
     if found := _from_first(fault):
         raise RequestError(found, remedy)
@@ -413,10 +406,10 @@ def _agree(fault: str, remedy: str) -> None:
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
     """Load a checkpoint that `save` wrote under any shares, and return its `extra`.
 
-    Rank 0 reads the checkpoint, one unit at a time. Without `optimizer`, no optimizer state is
-    loaded. Every rank has to call this function. Raises RequestError on every rank if the
-    checkpoint is missing or belongs to another model.
+    Without `optimizer`, no optimizer state is loaded. Every rank has to call this function. Raises
+    RequestError on every rank if the checkpoint is missing or belongs to another model.
     """
+    # rank 0 reads the checkpoint, one unit at a time
     return _load(folder, model, find_sharded(model), optimizer)
 
 
@@ -487,10 +480,9 @@ def _read_optimizer(
 def _read_states(
     reader: _Reader, flat: Flat, stored: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of each stored optimizer state of a flat's parameters.
+    """Yield the name, and this rank's part, of each stored optimizer state of a flat's parameters.
 
-    The value is this rank's part of the state. `stored` has the names of all stored states, such
-    as "head.weight/exp_avg".
+    `stored` are the names of all stored states, such as "head.weight/exp_avg".
     """
     parameters = {slot.names[0] for slot in flat.slots}
     names = {name for name in stored if name.rpartition("/")[0] in parameters}
@@ -507,8 +499,9 @@ def _read_states(
 class _Reader:
     """Reads tensors by name on rank 0, and sends each rank its part.
 
-    `reads` is True on rank 0, and `index` is the base name of the index. `fault` is the message of
-    the first error in reading a tensor, or "".
+    - `reads`: True on rank 0.
+    - `index`: base name of the index.
+    - `fault`: message of the first error in reading a tensor, or "".
     """
 
     def __init__(self, folder: Path, reads: bool, index: str) -> None:
@@ -519,8 +512,8 @@ class _Reader:
     def open(self, sharded: AnyModel, model: Any, optimizer: Any) -> dict[str, Any]:
         """Read the index, check that it belongs to this model, and return evener's entries in it.
 
-        Unless `optimizer` is None, its stored state is checked, too. Raises RequestError on every
-        rank if the checkpoint can't be loaded.
+        The stored state of `optimizer` is checked, too, unless it is None. Raises RequestError on
+        every rank if the checkpoint can't be loaded.
         """
         fault, own = "", dict[str, Any]()
         if self._reads:
@@ -577,8 +570,8 @@ class _Reader:
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
         """Return this rank's shard of a flat's parameters, or of one kind of their optimizer state.
 
-        `kind` is "" for the parameters, or names a kind of state, such as "/exp_avg". Tensors that
-        aren't in the checkpoint are filled with zeros. `dtype` is the dtype of the result.
+        `kind` is "" for the parameters, or for example "/exp_avg". Tensors that aren't in the
+        checkpoint become zeros. The result has the dtype `dtype`.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -592,10 +585,8 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return, on every rank, the flats that have at least one parameter in the checkpoint.
-
-        A checkpoint of adapters has only some of the model's parameters.
-        """
+        """Return, on every rank, the flats that have at least one parameter in the checkpoint."""
+        # a checkpoint of adapters has only some of the model's parameters
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
         have = _from_first([any(each in self._maps for each in own) for own in names])
@@ -636,10 +627,8 @@ class _Reader:
             buffer.copy_(values)
 
     def _get(self, name: str) -> Any:
-        """Return a tensor of the checkpoint, or None if it can't be read.
-
-        The error is stored in `fault` instead of raised, because other ranks wait for this rank.
-        """
+        """Return a tensor of the checkpoint, or None if it can't be read."""
+        # the error goes to `fault`, because other ranks wait for this rank
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:
                 return opened.get_tensor(name)

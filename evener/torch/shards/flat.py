@@ -1,7 +1,7 @@
 """Flats: one-dimensional tensors that hold several parameters each, sharded over the ranks.
 
 They resemble the FlatParameter of FSDP1. A rank stores a contiguous range of a flat, its shard. The
-whole parameters are gathered from all ranks before they are used, and freed afterwards.
+whole parameters are gathered from all ranks before use, and freed afterwards.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ class Flat:
     """A one-dimensional tensor with several parameters of a unit, sharded over the ranks.
 
     The parameters have the same dtype, and are all trained or all frozen. They may be gathered in
-    other dtypes (`Slot.computes`). `slots` are the parameters, `place` is this rank's ShardRank,
-    and `held` is the Ledger that counts the flat's bytes.
+    other dtypes (`Slot.computes`).
+
+    - `place`: this rank's ShardRank.
+    - `slots`: the parameters.
+    - `held`: the Ledger that counts the flat's bytes.
     """
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
@@ -84,7 +87,7 @@ class Flat:
     def range_of(self, slot: Slot) -> tuple[int, int]:
         """Return the range of this rank's shard that belongs to a parameter, as (start, stop).
 
-        Return (0, 0) if the shard contains nothing of the parameter.
+        Return (0, 0) if the shard has nothing of the parameter.
         """
         low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
         return (low - self.start, high - self.start) if low < high else (0, 0)
@@ -99,8 +102,8 @@ class Flat:
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
         """Start to gather all ranks' shards into `whole`; return the work handles to wait for.
 
-        `shard` is this rank's shard, either of the parameters or of an optimizer state of the same
-        shape. `whole` has the same dtype.
+        `shard` is this rank's shard of the parameters or of an optimizer state, with the same dtype
+        as `whole`.
         """
         parts = Parts(whole, self.cuts, self.rank, self._on_nccl)
         parts.own.copy_(shard)
@@ -116,8 +119,7 @@ class Flat:
     def send_as_computed(self) -> None:
         """From now on, send gradients in the dtypes they were computed in, if that saves bytes.
 
-        Such gradients don't accumulate over backward passes, so each backward pass must then end in
-        a reduction.
+        Such gradients don't accumulate, so each backward pass must then end in a reduction.
         """
         as_stored = self.cuts[-1][1] * self.shard.element_size()
         is_shorter = self.gathered.size < as_stored
@@ -130,9 +132,9 @@ class Flat:
     def _open(self) -> torch.Tensor:
         """Return the buffer in which the gradients of this rank's rows are added up.
 
-        The buffer is as long as the whole flat. If the reduction from an earlier use of the unit is
-        still running, wait for it first.
+        It is as long as the whole flat.
         """
+        # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:
             length = self.cuts[-1][1]
@@ -141,10 +143,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add a whole parameter's gradient, times `weight`, to the flat's gradient buffer.
-
-        The parameter's own gradient is then freed.
-        """
+        """Add a whole parameter's gradient, times `weight`, to the flat's buffer, and free it."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # 0 times an infinite gradient would be NaN
@@ -156,11 +155,8 @@ class Flat:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _take_all(self, weight: float) -> torch.Tensor:
-        """Move the gradients of whole parameters to the buffer, and multiply it by `weight`.
-
-        Returns the buffer. One copy operation for all gradients costs the host less time
-        than one for each of them.
-        """
+        """Move the gradients of whole parameters to the buffer, times `weight`, and return it."""
+        # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
         taken = [slot for slot in self.slots if slot.whole.grad is not None]
         if taken:
@@ -179,11 +175,9 @@ class Flat:
         return buffer
 
     def keep(self) -> None:
-        """Leave the accumulated gradients in the buffer, because a later pass reduces them.
-
-        A piece is this rank's part of a parameter. Pieces without a `.grad` get zeros. If the loop
-        then calls zero_grad() before the reduction, this is detected by the change of `.grad`.
-        """
+        """Leave the accumulated gradients in the buffer, because a later pass reduces them."""
+        # Pieces (this rank's parts of parameters) without a `.grad` get zeros. A zero_grad() before
+        # the reduction is then detected by the change of `.grad`.
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
             if slot.piece.grad is None:
@@ -221,7 +215,7 @@ class Flat:
     def receive(self) -> None:
         """Wait for the reduction that `send` started, and add its result to this rank's gradients.
 
-        Return immediately if no reduction is running.
+        Return at once if no reduction is running.
         """
         if not self._work:
             return
@@ -240,11 +234,9 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free the memory of this rank's gradients if the loop has cleared all of them.
-
-        The next backward pass allocates it again. Therefore no gradients are in memory while
-        activations reach their peak, as in training on one device.
-        """
+        """Free the memory of this rank's gradients if the loop has cleared all of them."""
+        # the next backward pass allocates it again, so that activations and gradients don't peak
+        # together
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
             return
         self.held.add("gradients", -byte_count(self._grad_shard))
@@ -255,8 +247,7 @@ class Flat:
     def _make_views(self, made: torch.Tensor | None = None) -> torch.Tensor:
         """Return the gradient of this rank's shard; create it if there is none yet.
 
-        A new gradient is `made`, or zeros if `made` is None. Each slot gets a view of its own range
-        of the gradient.
+        A new gradient is `made`, or zeros for None. Each slot gets a view of its range.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard) if made is None else made
@@ -270,8 +261,7 @@ class Flat:
     def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
         """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
-        If the shard has none, its gradient becomes a copy of `summed`. With `keeps`, `summed`
-        itself may become the gradient instead.
+        If it has none, its gradient becomes a copy of `summed`, or `summed` itself with `keeps`.
         """
         if not any(slot.received or slot.piece.grad is not None for slot in self.slots):
             shard = self._make_views(summed if keeps else None)
@@ -306,10 +296,9 @@ class Flat:
             slot.piece.grad = slot.whole.grad = None
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of this rank's pieces after a backward pass.
+        """Set the `.grad` of this rank's pieces (parts of parameters) after a backward pass.
 
-        A piece is this rank's part of a parameter. `used` has a flag for each of `slots`: True if
-        any rank used the parameter in the pass.
+        `used` has a flag for each slot: True if any rank used the parameter in the pass.
         """
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:

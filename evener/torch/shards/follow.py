@@ -1,11 +1,11 @@
 """A rank without rows: it holds a part of a sharded model's state, and computes nothing.
 
 All ranks of a sharded model have to run the same gathers and reductions in the same order. A rank
-without rows gets a filler row, whose gradients have weight 0. The rank computes that row until two
+without rows gets a filler row, whose gradients have weight 0. It computes that row until two
 consecutive passes have run the same collectives. From then on it only runs these collectives,
-without computing or holding activations. The model returns copies of its outputs for the filler
-row, and the backward pass through these copies takes part in the other ranks' reductions. If inputs
-have other shapes, the rank computes them, because the other ranks then run other collectives, too.
+without activations. The model returns copies of its outputs for the filler row, and the backward
+pass through them takes part in the other ranks' reductions. Inputs of other shapes are computed,
+because the other ranks' collectives then differ, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 class PassRecord:
     """The collectives of one pass, for inputs of certain shapes.
 
-    `shapes` has the shapes and dtypes of the inputs. `forward` lists the collectives of the model's
-    forward pass, and `backward` the collectives of its backward pass, in order. `unsent` are the
-    units whose gradients aren't reduced until the end of the backward pass.
+    - `shapes`: shapes and dtypes of the inputs.
+    - `forward`, `backward`: collectives of the forward and the backward pass, in order.
+    - `unsent`: units whose gradients are reduced at the end of the backward pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
@@ -51,8 +51,8 @@ class PassRecord:
 class Follower:
     """Records the passes of a rank without rows, and repeats them without computing.
 
-    `root` is the unit of the model itself, and `units` are the other units. The forward method of
-    the model is replaced.
+    `root` is the unit of the model itself, and `units` are the others. The model's forward method
+    is replaced.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
@@ -128,7 +128,7 @@ class Follower:
     def repeat_backward(self, record: PassRecord) -> None:
         """Run the gathers and reductions of a recorded backward pass, with gradients of 0.
 
-        Called in the backward pass through the copied outputs.
+        This is called in the backward pass through the copied outputs.
         """
         before: Unit | None = None
         for unit, gathers in record.backward:

@@ -13,18 +13,16 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Sort parameters into the order of a flat tensor, the widest dtypes first.
-
-    In this order the parameters of each dtype begin at a multiple of the dtype's size in bytes.
-    """
+    """Sort parameters into the order of a flat tensor, the widest dtypes first."""
+    # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 
 
 class Segment:
     """Neighbouring parameters of a flat that are gathered in one dtype.
 
-    `start` and `stop` are their range in the flat's elements, and `byte` is their first byte in the
-    gathered memory.
+    - `start`, `stop`: their range in the flat's elements.
+    - `byte`: their first byte in the gathered memory.
     """
 
     def __init__(self, dtype: torch.dtype, start: int, stop: int, byte: int) -> None:
@@ -33,7 +31,7 @@ class Segment:
     def byte_of(self, element: int) -> int:
         """Return the byte offset of an element, given its index in the flat tensor.
 
-        For the index `stop`, return the byte offset of the segment's end.
+        The index `stop` gives the segment's end.
         """
         return self.byte + (element - self.start) * int(self.dtype.itemsize)
 
@@ -41,11 +39,16 @@ class Segment:
 class Gathered:
     """The whole parameters of a flat, in a block of bytes that has memory only while it is in use.
 
-    `place` is this rank's ShardRank, and `slots` are in the order of `sort_slots`. `ranges` are the
-    ranks' ranges of the flat's elements, and `shard` has this rank's elements. Each rank's part of
-    the block is one range of bytes, whatever the dtypes. `size` is the block's size in bytes. The
-    block has memory when it is created, until `free` is called.
+    - `place`: this rank's ShardRank.
+    - `slots`: the parameters, in the order of `sort_slots`.
+    - `ranges`: the ranks' ranges of the flat's elements.
+    - `shard`: this rank's elements.
+    - `size`: the block's size in bytes.
+
+    The block has memory from its creation until `free`.
     """
+
+    # each rank's part of the block is one range of bytes, whatever the dtypes
 
     def __init__(
         self,
@@ -100,12 +103,11 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of tensors (target, source), to copy this rank's elements to the block.
+        """Return pairs of tensors (target, source) that copy this rank's elements to the block.
 
-        The caller copies each source to its target. This rank's elements are in `shard`; they are
-        the flat's elements from `start` to `stop`. If this rank is measured without the others, its
-        elements are repeated to fill each segment.
+        `shard` has these elements, which are the flat's elements from `start` to `stop`.
         """
+        # a rank measured without the others repeats its elements to fill each segment
         pairs = []
         for segment, typed in zip(self.segments, self._typed, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
@@ -118,9 +120,9 @@ class Gathered:
 
 
 def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
-    """Return the segments of a flat with these parameters, one segment for each dtype.
+    """Return the segments of a flat with these parameters, one for each dtype.
 
-    The last segment includes the padding up to `elements`.
+    The last one includes the padding up to `elements`.
     """
     made: list[Segment] = []
     byte = 0
@@ -133,10 +135,7 @@ def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
 
 
 def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of tensors (target, source), to fill `target` with copies of `own`.
-
-    The caller copies each source to its target.
-    """
+    """Return pairs of tensors (target, source) that fill `target` with copies of `own`."""
     times, rest = divmod(target.numel(), own.numel())
     lines = target[: times * own.numel()].view(times, own.numel())
     return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

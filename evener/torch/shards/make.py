@@ -78,9 +78,9 @@ def shard(
 ) -> Any:
     """Shard a model over the ranks of a training run, and return it; see `Split.shard`.
 
-    `level` is the argument `shard` of that method: "all" or "state". `units`, `state` and `dtype`
-    are its other arguments. `casts` is the dtype of an autocast that surrounds each forward pass of
-    the model, or None.
+    - `level`: the argument `shard` of that method, "all" or "state".
+    - `units`, `state`, `dtype`: its other arguments.
+    - `casts`: dtype of an autocast around each forward pass of the model, or None.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -149,10 +149,8 @@ def cut_model(
 
 
 def trains_shards_only(model: Any) -> bool:
-    """True if the model is sharded, and no rank holds any trained parameter (an adapter) whole.
-
-    Gradients are then reduced a unit at a time, and no rank has the gradient of a few rows.
-    """
+    """True if the model is sharded, and no rank holds any trained parameter (an adapter) whole."""
+    # gradients are then reduced unit by unit, and no rank has the gradient of a few rows
     sharded = getattr(model, "exchange", None)
     return isinstance(sharded, Sharded) and sharded.whole is None
 
@@ -192,8 +190,7 @@ def _parts(
 ) -> tuple[float, ...]:
     """Return which part of the model's state each rank holds, as relative sizes.
 
-    The parts are `state` if it is specified, otherwise the parts in the plan. If the plan doesn't
-    give every rank a part, they are in proportion to the memory that each rank has left for state.
+    They are `state`, or else the plan's parts, or else in proportion to the memory left for state.
     `beside()` returns the bytes that a rank needs for other things. Raises RequestError unless each
     rank has a part above 0.
     """
@@ -211,9 +208,9 @@ def _parts(
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
     """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
 
-    `beside` is the number of bytes that a rank needs for anything but its state. Ranks on CPUs
-    share the memory of their host, so they get equal parts.
+    `beside` is the number of bytes that a rank needs for other things.
     """
+    # ranks on CPUs share their host's memory, so they get equal parts
     own = 1.0
     if training.device.type == "cuda":
         allowed = torch.cuda.get_per_process_memory_fraction(training.device)
@@ -236,7 +233,7 @@ def _refuse(*_: Any) -> None:
 def include_all_ranks(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
-    `replaced` are the parameters that were replaced with pieces; an optimizer must not train them.
+    `replaced` are the parameters replaced with pieces, which an optimizer must not train.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -280,10 +277,9 @@ def sum_norms(
 ) -> Any:
     """Return the norm of gradients, including the shards of other ranks.
 
-    `norm` is PyTorch's function for the gradients of one process, `tensors` are this rank's
-    gradients, and `kind` is the order of the norm. `options` and `named` are the other arguments of
-    that function. Raises RequestError for order 0, and RuntimeError if the norm isn't finite
-    although `error_if_nonfinite` is True.
+    `norm` is PyTorch's function for one process, with `tensors` (this rank's gradients), `kind`
+    (the order of the norm) and the rest as its arguments. Raises RequestError for order 0, and
+    RuntimeError if `error_if_nonfinite` is True and the norm isn't finite.
     """
     shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]
@@ -314,7 +310,7 @@ def _list_shard_gradients() -> set[int]:
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
     """Return the norm of all ranks' gradient shards, in the widest of their dtypes.
 
-    `own` has this rank's shards, and `kind` is the order of the norm.
+    `own` are this rank's shards, and `kind` is the order of the norm.
     """
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
@@ -325,8 +321,8 @@ def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Ten
     """Return the norm over all ranks, computed from the norm of each rank.
 
     `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.
-    The powers of the norms are summed in float64, because powers of half-precision values overflow.
     """
+    # summed in float64, because powers of half-precision values overflow
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
         total = nothing if own is None else own.double()
