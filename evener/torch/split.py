@@ -44,11 +44,8 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if a loader can't assign rows by length.
-
-    Rows can't be assigned by length in a validation, with rebalancing, or with a Lightning
-    strategy.
-    """
+    """Raise RequestError if a loader can't assign rows by length."""
+    # not in a validation, with rebalancing, or with a Lightning strategy
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -72,23 +69,22 @@ def _checkpoints() -> Any:
 class Split(PlannedTraining):
     """This process's part of a plan: its rank, its device, and the shares of all ranks.
 
-    The attribute `rank` is this process's rank, `world` the number of ranks, and `device` this
-    process's device. The arguments are:
+    Attributes: `rank` is this process's rank, `world` the number of ranks, and `device` this
+    process's device. Arguments:
 
     - `plan`: a Plan or the path of its file; under `evener launch` it can be left out.
-    - `ratios` and `global_batch`: these specify the split if there is no plan.
-    - `weigh`: with "gradients", each rank's gradients are weighted when they are summed, so the
-      loop needs no change. "loss" needs `split.scale(loss).backward()`, and leaves the model's
-      communication hook free.
+    - `ratios` and `global_batch`: the split if there is no plan.
+    - `weigh`: "gradients" weights each rank's gradients when they are summed, so the loop needs no
+      change. "loss" needs `split.scale(loss).backward()`, and leaves the model's communication hook
+      free.
     - `strict`: raise PlanError, instead of printing a warning, if the plan was measured on other
       devices or with another model.
-    - `backend`: the backend of the process group; the default is NCCL for GPUs and gloo for CPUs.
+    - `backend`: backend of the process group; the default is NCCL for GPUs and gloo for CPUs.
     - `rebalance`: adapt shares to the compute time (own work) of each rank during training. The
       global batch keeps its size.
     - `noise`: measure `noise_scale` during training, which shows what a larger batch would cost
       (docs/learning.md).
-    - `journal`: let `evener runs` list the steps per second, share changes and restarts of the
-      training run.
+    - `journal`: let `evener runs` list the run's steps per second, share changes and restarts.
 
     Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
     applied on this machine.
@@ -148,10 +144,10 @@ class Split(PlannedTraining):
 
     @property
     def rows(self) -> int:
-        """The number of this rank's rows in the current batch, without a filler row.
+        """The number of this rank's rows in the current batch; 0 if its only row is a filler row.
 
-        It is 0 if this rank's only row is a filler row, which doesn't count in the gradient. Raises
-        RequestError outside of a loop over a loader.
+        A filler row doesn't count in the gradient. Raises RequestError outside of a loop over a
+        loader.
         """
         batch = self.weights.current
         if batch is None:
@@ -180,8 +176,8 @@ class Split(PlannedTraining):
 
         Read it on every rank after each step; all ranks get the same value. When it is True, save a
         checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
-        After a signal, `ending` becomes True at the end of the step, or up to a quarter of a second
-        later if steps are shorter than that.
+        The value changes at the end of the step, or up to a quarter of a second later if steps are
+        shorter.
         """
         if self._stop_signal is None:
             self._stop_signal = StopSignal(self.world)
@@ -204,17 +200,17 @@ class Split(PlannedTraining):
 
         Each row is computed once per epoch, on one rank.
 
-        - `shuffle` draws the rows of each epoch in a random order that depends on `seed`.
-        - `order` replaces `shuffle`: a sampler of rows, a list of row indices, or a function of the
-          epoch that returns such a list.
-        - `drop_last` leaves out an epoch's last batch if it has fewer rows than the others.
-        - `training=False` is for validation: steps aren't reported to the monitor, and a last batch
-          with fewer rows than ranks is joined to the previous batch.
-        - `prefetch` is the number of batches that are prefetched and sent to a GPU, by default 2.
-          Under a plan with several passes they stay in pinned memory, and `parts` sends each part.
-        - `lengths` is the number of tokens in each row. Rows are then assigned so that ranks finish
+        - `shuffle`: draw the rows of each epoch in a random order that depends on `seed`.
+        - `order`: a sampler of rows, a list of row indices, or a function of the epoch that returns
+          such a list; replaces `shuffle`.
+        - `drop_last`: leave out an epoch's last batch if it has fewer rows than the others.
+        - `training`: False for validation. Steps then aren't reported to the monitor, and a last
+          batch with fewer rows than ranks is joined to the previous one.
+        - `prefetch`: number of batches that are prefetched and sent to a GPU, by default 2. Under a
+          plan with several passes they stay in pinned memory, and `parts` sends each part.
+        - `lengths`: number of tokens in each row. Rows are then assigned so that ranks finish
           together, and the loop has to use `parts`.
-        - `options` are passed to DataLoader.
+        - `options`: passed to DataLoader.
 
         Raises RequestError if the data set has no length, if the plan determines one of the
         options, or if `lengths` don't fit the data set.
@@ -253,8 +249,8 @@ class Split(PlannedTraining):
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: each training loader's position in its epoch.
 
-        The position is the one after the current batch. With `rebalance`, the state also has the
-        current shares. The state is the same on every rank and JSON-serializable.
+        The position is after the current batch. With `rebalance`, the state also has the current
+        shares. It is the same on every rank and JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
@@ -262,8 +258,7 @@ class Split(PlannedTraining):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the training loaders from `state`, which `state_dict` returned.
 
-        Create the loaders in the same order as when the state was saved. The plan may differ from
-        the one that was in use at that time.
+        Create the loaders in the same order as when the state was saved. The plan may differ.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -272,10 +267,12 @@ class Split(PlannedTraining):
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
         """Return a strategy for `lightning.Trainer`: DistributedDataParallel with these shares.
 
-        Call this method before creating the training loader with `split.loader`. `count(part)` has
-        the same meaning as in `parts`, and `options` are passed to DDPStrategy. With `check`, the
-        loss of a few rows is checked, and RequestError is raised if it isn't a mean over rows, or
-        over the items that `count` counts.
+        Call this before creating the training loader with `split.loader`.
+
+        - `count(part)`: means the same as in `parts`.
+        - `check`: check the loss of a few rows, and raise RequestError if it isn't a mean over
+          rows, or over the items that `count` counts.
+        - `options`: passed to DDPStrategy.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -294,20 +291,17 @@ class Split(PlannedTraining):
     ) -> Model:
         """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Use this method instead of `wrap`, and create the optimizer after it. It returns the model
-        itself.
+        Use this instead of `wrap`, and create the optimizer after it. It returns the model itself.
 
         - `shard="all"`: the parameters of a unit, a group of layers, are gathered before the unit
           computes and freed afterwards.
-        - `shard="state"`: each rank holds only its part of the optimizer state, and holds
-          parameters and gradients whole while a batch is computed. They are gathered and reduced
-          once per batch, even with several passes or gradient accumulation under `split.no_sync`.
+        - `shard="state"`: each rank holds its part of the optimizer state, and whole parameters and
+          gradients while a batch is computed. They are gathered and reduced once per batch, even
+          with several passes or gradient accumulation under `split.no_sync`.
         - `units`: the modules, or their class, that are units; by default, the blocks of
           ModuleLists.
-        - `state`: each rank's part of the state; the default comes from the plan or from the
-          memory of each rank's GPU.
-        - `dtype`: the dtype in which the model computes, such as torch.bfloat16; shards keep
-          theirs.
+        - `state`: each rank's part of the state, by default from the plan or the memory of its GPU.
+        - `dtype`: dtype in which the model computes, such as torch.bfloat16; shards keep theirs.
 
         Raises RequestError if the model can't be sharded.
         """
@@ -317,15 +311,15 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return a sharded model's whole parameters and buffers in host memory on rank 0.
 
-        The names are the same as in the model's `state_dict`. Other ranks get {}, but every rank
-        has to call this method. It needs device memory for one unit at a time.
+        They have the names of the model's `state_dict`. Other ranks get {}, but every rank has to
+        call this. It needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
-        Other ranks get {}, but every rank has to call this method.
+        Other ranks get {}, but every rank has to call this.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -334,18 +328,18 @@ class Split(PlannedTraining):
     ) -> None:
         """Write a sharded model, its optimizer and `extra` (JSON-serializable) to a folder.
 
-        Every rank has to call this method. Without an optimizer, only the model is written. The
-        method writes one unit at a time, as safetensors that transformers' from_pretrained can also
-        read. An older checkpoint in the folder stays intact until the new checkpoint is complete.
-        Raises RequestError on every rank if writing fails.
+        Every rank has to call this. Without an optimizer, only the model is written. The files are
+        safetensors, which transformers' from_pretrained can also read. An older checkpoint in the
+        folder stays intact until the new one is complete. Raises RequestError on every rank if
+        writing fails.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
         """Load a checkpoint from `save` into a sharded model and its optimizer; return its `extra`.
 
-        The shares may differ from those at the time of saving. Every rank has to call this method;
-        rank 0 reads the files. Raises RequestError if the checkpoint belongs to another model.
+        The shares may differ from those at the time of saving. Every rank has to call this. Raises
+        RequestError if the checkpoint belongs to another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
@@ -365,12 +359,11 @@ class Split(PlannedTraining):
     def loss(self, total: Any, count: Any) -> Any:
         """Return this rank's loss if the whole batch's loss is a mean that isn't over rows.
 
-        Every rank has to call this method. `total` is this rank's sum of losses. `count` is this
-        rank's part of the divisor, such as the number of tokens that aren't ignored, or the sum of
-        class weights. The result is `total`, divided by the sum of `count` over the ranks and by
-        this rank's fraction of the batch. Therefore `loss.backward()`, `scale` and `mean`, which
-        multiply by that fraction, work as with a mean over rows.
+        Every rank has to call this. `total` is this rank's sum of losses. `count` is its part of
+        the divisor, such as the number of tokens that aren't ignored, or the sum of class weights.
+        Use the result like a mean over rows, with `loss.backward()`, `scale` and `mean`.
         """
+        # these multiply by this rank's fraction of the batch, so the result is divided by it
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
             total, count = total * 0, torch.as_tensor(count) * 0
@@ -382,9 +375,9 @@ class Split(PlannedTraining):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' rows of the current batch, in the batch's order.
 
-        Every rank has to call this method. Tensors of shape (n_i, ...) on the ranks become one of
-        shape (N, ...), without filler rows. Gradients flow back to the rank that computed a row, so
-        a loss over the whole batch is exact if every rank computes it and calls backward().
+        Every rank has to call this. Tensors of shape (n_i, ...) on the ranks become one of shape
+        (N, ...), without filler rows. Gradients flow back to the rank that computed a row. So a
+        loss over the whole batch is exact if every rank computes it and calls backward().
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -394,7 +387,7 @@ class Split(PlannedTraining):
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Return the model's `no_sync` context, for all but the last step of gradient accumulation.
 
-        If the model has no `no_sync`, as with a single rank, the context does nothing.
+        It does nothing for a model without `no_sync`, as with a single rank.
         """
         return cast(
             AbstractContextManager[None],
@@ -404,7 +397,7 @@ class Split(PlannedTraining):
     def mean(self, value: Any) -> float:
         """Return the mean of a metric over the current global batch.
 
-        `value` is the mean over this rank's rows. Every rank has to call this method.
+        `value` is the mean over this rank's rows. Every rank has to call this.
         """
         self.weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self.weights.sizes[self.rank] else 0.0))
@@ -414,7 +407,7 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over the ranks; every rank has to call this method.
+        """Return the sum of a value over the ranks; every rank has to call this.
 
         The result is a tensor if `value` is a tensor with dimensions, and a float otherwise.
         """

@@ -517,8 +517,9 @@ class LengthSampler(UnevenBatchSampler):
         return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the tokens in this rank's rows of the batch at row `first`, without and with
-        padding.
+        """Return the tokens in this rank's rows of a batch, without and with padding.
+
+        The batch begins at row `first` of the epoch's order.
         """
         assign = self.assignment_at(first, epoch)
         return assign.tokens[self.rank], assign.padded[self.rank]

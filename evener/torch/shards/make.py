@@ -344,7 +344,7 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
     """Replace the parameters `replaced` in an optimizer with the parameters of the sharded `model`.
 
-    `replaced` has the model's parameters before sharding, in the same order. Raises RequestError if
+    `replaced` are the model's parameters before sharding, in the same order. Raises RequestError if
     the optimizer already has state.
     """
     if optimizer.state:
@@ -366,7 +366,7 @@ def find(optimizer: Any) -> Sharded | None:
 def find_pieces(optimizer: Any) -> bool:
     """True if an optimizer trains parameters of which each rank holds only a piece.
 
-    False if it trains only parameters that each rank holds whole, such as adapters.
+    False if it trains only whole parameters, such as adapters.
     """
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return any(not trained.isdisjoint(map(id, each.pieces)) for each in _all)
@@ -388,10 +388,10 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Check an optimizer before its first step.
+    """Raise RequestError if an optimizer can't train pieces, or has parameters from before
+    sharding.
 
-    `sharded` is the sharded model that it trains, or None. Raises RequestError if the optimizer
-    can't train pieces, or still has the parameters from before sharding.
+    `sharded` is the sharded model that it trains, or None.
     """
     if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
         raise RequestError(

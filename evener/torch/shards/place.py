@@ -17,10 +17,10 @@ from ..sums.collectives import run_own
 class ShardRank(msgspec.Struct, frozen=True):
     """A rank's device, and how the model is divided among the ranks.
 
-    `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
-    is measured without other ranks: it fills gathered parameters with copies of its own shard, and
-    its gradients aren't summed with other ranks' gradients. `first` is the first rank that computes
-    rows; its buffers are copied to all ranks.
+    - `parts`: relative sizes of the ranks' parts of the state.
+    - `single_rank`: True if the rank is measured without others. It then fills gathered parameters
+      with copies of its own shard, and sums no gradients with others.
+    - `first`: the first rank that computes rows; its buffers are copied to all ranks.
     """
 
     rank: int
@@ -36,10 +36,8 @@ class ShardRank(msgspec.Struct, frozen=True):
 
     @property
     def exchanges_bytes(self) -> bool:
-        """True if the ranks can exchange parts of unequal sizes in one collective.
-
-        gloo can't do so between GPUs.
-        """
+        """True if the ranks can exchange parts of unequal sizes in one collective."""
+        # gloo can't do so between GPUs
         return not self.single_rank and (self.on_nccl or self.device.type == "cpu")
 
 
@@ -51,9 +49,8 @@ ALIGNED = 8
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Return each rank's (start, stop) range of a flat tensor, in proportion to `parts`.
 
-    The tensor has `elements` elements. The ranges begin at multiples of ALIGNED, and the last one
-    may end after the elements: the tensor is padded so that equal parts have equal sizes and each
-    rank holds at least ALIGNED elements.
+    The tensor has `elements` elements. Ranges begin at multiples of ALIGNED, and include padding at
+    the end, so that equal parts have equal sizes and each rank holds at least ALIGNED elements.
     """
     ranks = len(parts)
     blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks
@@ -65,8 +62,10 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 class Parts:
     """The ranks' parts of one tensor, which may differ in size, and the collectives over them.
 
-    `ranges` has the (start, stop) range of each rank's part in the tensor `whole`. `rank` is this
-    rank, and `on_nccl` is True if NCCL is the backend.
+    - `whole`: the tensor.
+    - `ranges`: the (start, stop) range of each rank's part.
+    - `rank`: this rank.
+    - `on_nccl`: True if NCCL is the backend.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class Parts:
         return [dist.all_gather(self._parts, self.own, async_op=True)]
 
     def reduce(self) -> list[Any]:
-        """Start to sum the ranks' tensors; each rank receives the sum of its own part.
+        """Start to sum the ranks' tensors; return the work handles to wait for.
 
-        Return the work handles to wait for.
+        Each rank receives the sum of its own part.
         """
         return run_own(("reduce", *self._kind), self._reduce)
 

@@ -2,8 +2,8 @@
 
 Each rank sends its gradients to the ranks that hold their shards, in the dtype in which they were
 computed. The receiving rank multiplies them by the sender's weight, and adds them up in the dtype
-of its shard. The result is the same as if gradients were reduced in the dtype of the shard, but
-bfloat16 gradients of float32 parameters need only half the bytes.
+of its shard. The result is that of a reduction in the shard's dtype, but bfloat16 gradients of
+float32 parameters need only half the bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HEADER = 16  # bytes before each part, for the sender's weight
 class DtypeRange(NamedTuple):
     """Neighbouring elements of a flat that have one dtype and belong to one rank.
 
-    `start` and `stop` are their range in the flat, and `byte` is their first byte in the rank's
-    part.
+    - `start`, `stop`: their range in the flat.
+    - `byte`: their first byte in the rank's part.
     """
 
     dtype: torch.dtype
@@ -48,10 +48,13 @@ class DtypeRange(NamedTuple):
 class GradientSender:
     """Sends the gradients of a flat's parameters, and adds up the gradients that it receives.
 
-    `place` is this rank's ShardRank, `slots` are the flat's parameters, and `segments` their
-    dtypes. `ranges` has each rank's range of the flat's elements, and `dtype` is the dtype of the
-    shards. `taken_bytes` are allocated from `take` to `add_up`, and `received_bytes` from `send` to
-    `add_up`.
+    - `place`: this rank's ShardRank.
+    - `slots`: the flat's parameters.
+    - `segments`: their dtypes.
+    - `ranges`: each rank's range of the flat's elements.
+    - `dtype`: dtype of the shards.
+    - `taken_bytes`: bytes allocated from `take` to `add_up`.
+    - `received_bytes`: bytes allocated from `send` to `add_up`.
     """
 
     def __init__(
@@ -92,11 +95,8 @@ class GradientSender:
     def _split_by_ranks(
         self, sizes: Sequence[int], others: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Return each rank's part of the tensor that is sent, by rank.
-
-        The tensor has the parts of the `others` first, in their order. This rank's own part comes
-        last, and isn't sent.
-        """
+        """Return each rank's part of the tensor that is sent, by rank."""
+        # the parts of `others` first; this rank's own part comes last, and isn't sent
         order = [*others, self._rank]
         parts = self._sent.split([sizes[rank] for rank in order])
         return dict(zip(order, parts, strict=True))
@@ -104,8 +104,8 @@ class GradientSender:
     def take(self, weight: float) -> None:
         """Take the gradients of the whole parameters; a gradient that is None counts as 0.
 
-        `weight` is the weight of this rank's gradients. After this call, the parameters' own
-        gradients aren't needed any more.
+        `weight` is the weight of this rank's gradients. The parameters' own gradients aren't needed
+        afterwards.
         """
         self._weight = weight
         self._sent.untyped_storage().resize_(len(self._sent))
@@ -146,7 +146,7 @@ class GradientSender:
     def add_up(self, total: torch.Tensor) -> None:
         """Write the weighted sum of all ranks' gradients of this rank's shard to `total`.
 
-        Call this after the work of `send` is done. The memory of the gradients is freed.
+        Call this after the work of `send` is done. It frees the gradients' memory.
         """
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
@@ -166,9 +166,9 @@ class GradientSender:
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
     """True if no rank needs more memory for received gradients than for a sum in float32.
 
-    `ranges` are the ranks' ranges of a flat's elements. From each other rank, a rank receives the
-    gradients of its own range.
+    `ranges` are the ranks' ranges of a flat's elements.
     """
+    # a rank receives the gradients of its range from each other rank
     largest = max(stop - start for start, stop in ranges)
     return (len(ranges) - 1) * largest <= MOST_RECEIVED * ranges[-1][1]
 
@@ -190,9 +190,9 @@ def _find_targets(
 ) -> list[tuple[int, int, torch.Tensor]]:
     """Return where in the sent tensor the gradient of a parameter is copied to.
 
-    Each item is (start, stop, target): the gradient's elements from `start` to `stop` are copied to
-    the tensor `target`. `pieces` has the dtype ranges of each rank's part, and `parts` has the
-    parts themselves, by rank.
+    An item (start, stop, target) copies the gradient's elements from `start` to `stop` to the
+    tensor `target`. `pieces` are the dtype ranges of each rank's part, and `parts` the parts by
+    rank.
     """
     found = []
     for rank, listed in enumerate(pieces):

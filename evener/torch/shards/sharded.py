@@ -1,8 +1,8 @@
 """The passes of a sharded model: prefetch each unit, free it after use, reduce its gradients.
 
-Each rank receives the sums for its own shard. Each backward pass through the model's outputs ends
-with a reduction, even if several backward passes precede the optimizer's step, because a rank holds
-only its shard of a gradient. All ranks compute the same units in the same order.
+Each rank receives the sums for its own shard. A rank holds only its shard of a gradient, so each
+backward pass ends with a reduction, also with several backward passes per optimizer step. All ranks
+compute the same units in the same order.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _SIMPLE = (
 class Sharded:
     """Gathers the units of a sharded model, and sums their gradients over the ranks by weight.
 
-    `units` are the units of `model` by name, and `place` is this rank's ShardRank. `dtype` is the
-    dtype of the whole parameters; None means the dtype of the shards. `casts` is the dtype of an
-    autocast around the model, or None. With `keeps`, the model isn't divided into units. Its
-    parameters and gradients then stay whole through all passes of a batch, and gradients are
-    reduced once, in the backward pass that isn't under no_sync.
+    - `units`: the units of `model` by name.
+    - `place`: this rank's ShardRank.
+    - `dtype`: dtype of the whole parameters; None for the dtype of the shards.
+    - `keeps`: True to leave the model undivided. Parameters and gradients then stay whole through
+      all passes of a batch, and gradients are reduced once, in the backward pass outside no_sync.
+    - `casts`: dtype of an autocast around the model, or None.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Sharded:
     def compute_nothing(self) -> None:
         """From now on, run the model's collectives without computing.
 
-        It is called on a rank that holds state but has no rows.
+        This is for a rank that holds state but has no rows.
         """
         self._follower = Follower(self.root, self.units, self.place.device)
 
@@ -145,10 +146,8 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardRank) -> None:
-        """Copy the first rank's statistics of packed (4-bit) weights to each rank's device.
-
-        A layer unpacks its weights with these statistics, such as the scales of blocks of values.
-        """
+        """Copy the first rank's statistics of packed (4-bit) weights to each rank's device."""
+        # a layer unpacks its weights with them, such as the scales of blocks of values
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
             each.quant_state.to(place.device)
@@ -161,9 +160,9 @@ class Sharded:
     def has_any(self, parameters: set[int]) -> bool:
         """Return False if none of these parameters is sharded; otherwise raise RequestError.
 
-        `parameters` are the parameters' ids. An exchange calls this method before it sums their
-        gradients, because it can't sum the gradients of sharded parameters.
+        `parameters` are the parameters' ids.
         """
+        # called by an exchange, which can't sum the gradients of sharded parameters
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
                 "The model is sharded, and its gradients are summed already.",
@@ -178,8 +177,8 @@ class Sharded:
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Register hooks that detect a backward pass through these outputs of the model.
 
-        `batch` is the batch that the outputs were computed from. `sync` is True if the backward
-        pass ends with a reduction over the ranks.
+        `batch` is the batch of the outputs. `sync` is True if the backward pass ends with a
+        reduction over the ranks.
         """
         self._batch, self._sums = batch, sync
 
@@ -194,11 +193,8 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that came next in the last pass.
-
-        A unit that is recomputed in a backward pass, for activation checkpointing, is only
-        gathered.
-        """
+        """Gather a unit before it computes, and prefetch the unit that came next in the last pass."""
+        # a unit that is recomputed in a backward pass is only gathered
         if _in_backward():  # recomputed for activation checkpointing
             unit.gather()
             return
@@ -237,7 +233,7 @@ class Sharded:
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
-        """Free a unit that has computed, unless the backward pass begins with this unit.
+        """Free a unit that has computed, unless the backward pass begins with it.
 
         `outputs` are the results of the unit.
         """
@@ -260,8 +256,8 @@ class Sharded:
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
         """Register hooks on a unit's outputs that gather the unit in the backward pass.
 
-        Return False if no output requires a gradient. Raises RequestError if the outputs are
-        objects whose tensors can't be found.
+        Return False if no output requires a gradient. Raises RequestError if the outputs' tensors
+        can't be found.
         """
         seen = list(_look_into(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -291,9 +287,9 @@ class Sharded:
     def read_outside(self, unit: Unit) -> None:
         """Gather a unit that is a single layer if its parameters are read outside its forward pass.
 
-        For example, a model may multiply by its head's weight without calling the head. The layer
-        stays gathered until the backward pass ends.
+        It stays gathered until the backward pass ends.
         """
+        # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
         unit.gather()
@@ -305,10 +301,10 @@ class Sharded:
     def arm(self, batch: Any) -> None:
         """Prepare for a backward pass, because it has reached outputs of the model.
 
-        `batch` is the batch from which these outputs were computed. If the preparation was already
-        done for other outputs of the same pass, only record that the pass has also reached these
-        outputs. Raises RequestError if the backward pass is run with create_graph=True.
+        `batch` is the batch of these outputs. Raises RequestError if the backward pass is run with
+        create_graph=True.
         """
+        # once per backward pass; for further outputs, only record that it has reached them
         if torch.is_grad_enabled():
             raise RequestError(
                 "A sharded model has no gradients of gradients (create_graph=True).",
@@ -330,10 +326,8 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit before its gradients are computed, and prefetch the next unit.
-
-        In a backward pass, the next unit is the one before it in the forward pass.
-        """
+        """Gather a unit before its gradients are computed, and prefetch the next unit."""
+        # in a backward pass, that is the one before it in the forward pass
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -346,9 +340,9 @@ class Sharded:
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
         """Start to reduce the complete gradients of a unit, and free the unit.
 
-        A unit that was used outside its forward pass is only reduced at the end of the backward
-        pass, when `is_over` is True.
+        `is_over` is True at the end of the backward pass.
         """
+        # a unit that was used outside its forward pass is only reduced then
         if unit in self._outside and not is_over:
             return
         if unit.unsent:
@@ -359,9 +353,8 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce.
-
-        Also prepare for the backward pass if that hasn't been done yet.
+        """Record that a unit has gradients to reduce, and prepare for the backward pass if
+        necessary.
         """
         unit.unsent = True
         if self._task is None:
@@ -370,7 +363,7 @@ class Sharded:
     def accumulated_whole(self) -> None:
         """Prepare for the backward pass if that hasn't been done yet.
 
-        Called before an unsharded parameter gets its gradient.
+        This is called before an unsharded parameter gets its gradient.
         """
         if self._task is None:
             self.arm(self._batch)
@@ -431,8 +424,8 @@ class Sharded:
     def _add_up_whole(self) -> list[bool]:
         """Sum the gradients of unsharded parameters over the ranks.
 
-        Return a flag for each of these parameters: True if this rank used it in the pass. Return an
-        empty list if there are no such parameters, or if a later pass computes the sum.
+        Return a flag per parameter: True if this rank used it in the pass. Return an empty list if
+        there are none, or if a later pass computes the sum.
         """
         if self.whole is None:
             return []
@@ -445,8 +438,8 @@ class Sharded:
     def _find_used(self, fired: list[bool]) -> list[bool]:
         """Return a flag for each parameter: True if any rank used it.
 
-        `fired` has the flags of this rank alone. The buffers of the first rank that has rows are
-        also copied to all ranks.
+        `fired` has the flags of this rank alone. Also copy the buffers of the first rank with rows
+        to all ranks.
         """
         if self.place.single_rank:
             return fired
@@ -460,11 +453,9 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _flag(self, fired: list[bool]) -> torch.Tensor:
-        """Return the flags `fired` as a tensor on the device.
-
-        A copy from the host to the device would make the host wait. Therefore, if the flags are the
-        same as in the last call, the tensor of that call is copied instead.
-        """
+        """Return the flags `fired` as a tensor on the device."""
+        # A copy from the host would make the host wait. So unchanged flags are copied from the last
+        # tensor.
         known = tuple(fired)
         if known != self._known_flags[0]:
             made = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
@@ -472,10 +463,8 @@ class Sharded:
         return self._known_flags[1].clone()
 
     def _spread_buffers(self) -> None:
-        """Copy the buffers of the first rank that has rows to every rank.
-
-        The buffers are listed again each time, because the model may have replaced some of them.
-        """
+        """Copy the buffers of the first rank that has rows to every rank."""
+        # listed again each time, because the model may have replaced some of them
         buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
         if buffers and not self.place.single_rank:
             with own_collectives():
@@ -511,8 +500,7 @@ class Sharded:
 class LayerParameters(dict[str, Any]):
     """The `_parameters` dictionary of a layer that is a unit.
 
-    If code reads a parameter while the model computes, the layer is gathered first, so the code
-    gets the whole parameter.
+    Reading a parameter while the model computes gathers the layer first.
     """
 
     def __init__(self, sharded: Any, unit: Unit) -> None:
@@ -531,10 +519,8 @@ class UnitHooks:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Gather the unit before its forward pass, and cast the model's inputs.
-
-        The inputs are passed through `_UnitInputs`, to detect when the unit's backward pass ends.
-        """
+        """Gather the unit before its forward pass, and cast the model's inputs."""
+        # `_UnitInputs` detects when the unit's backward pass ends
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
         unit, sharded = self._unit, self._sharded
@@ -605,7 +591,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
 def _look_into(outputs: Any) -> Iterator[Any]:
     """Yield the tensors in nested outputs, and the objects that may hide tensors.
 
-    Values of simple types, such as numbers and strings, are skipped.
+    Simple values, such as numbers and strings, are skipped.
     """
     fields = getattr(outputs, "__dataclass_fields__", None)
     if isinstance(outputs, _SIMPLE):

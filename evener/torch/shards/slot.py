@@ -36,21 +36,20 @@ class Slot:
     def is_kept(self) -> bool:
         """True if the gradient of this rank's piece is still the one that `keep` recorded.
 
-        False if the loop has cleared or changed the gradient. `keep` is called after a pass whose
-        gradients a later pass reduces.
+        False if the loop has cleared or changed it.
         """
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
     @property
     def is_in_rnn(self) -> bool:
-        """True if a recurrent layer owns this slot. Such a layer also lists its parameters."""
+        """True if a recurrent layer owns this slot; such a layer also lists its parameters."""
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:
         """Return the dictionaries of modules that have the parameter, and its name in each.
 
-        The dictionaries of recurrent layers aren't included; use `point_to` for these layers.
+        Recurrent layers are left out; use `point_to` for them.
         """
         return [
             (own_parameters(module), name)

@@ -24,9 +24,9 @@ LARGE_LAYER = 0.3
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """Return the units of a model by name; no unit is inside another.
 
-    `wanted` are the units' classes or modules. If it is None, units are the blocks of the model's
+    `wanted` are the units' classes or modules. For None, units are the blocks of the model's
     outermost ModuleLists, and other layers with at least 0.3 of the smallest block's parameters,
-    such as embeddings. Without such blocks, units are modules with up to an eighth of the model's
+    such as embeddings. Without such blocks, they are modules with up to an eighth of the model's
     parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
@@ -52,8 +52,8 @@ def _find(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the outermost modules for which `takes` returns True.
 
-    `name` is the prefix of the names inside `module`, such as "encoder.". The search descends into
-    other modules only if `enters` returns True for them.
+    `name` is the prefix of the names, such as "encoder.". Other modules are searched if `enters`
+    returns True for them.
     """
     for each, child in module.named_children():
         if takes(child):
@@ -110,8 +110,8 @@ def _count(module: Any) -> int:
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
     """Return the parameters of each unit by the unit's name.
 
-    `units` has the units of `model` by name. Parameters that are in no unit, or in several units,
-    are listed under "". Raises RequestError if a parameter can't be sharded.
+    `units` are the units of `model` by name. Parameters in no unit or in several are listed under
+    "". Raises RequestError if a parameter can't be sharded.
     """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk(
@@ -135,9 +135,8 @@ def _walk(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield the path of each module, the module itself, and the name of its unit.
 
-    `path` is the path of `module`, and `unit` is the unit of the module that contains it. `units`
-    maps the id of each unit's module to the unit's name. A module that is used in several places is
-    yielded once per place.
+    `path` is the path of `module`, and `unit` the unit around it. `units` has the units' names by
+    the id of their module. A module in several places is yielded for each.
     """
     unit = units.get(id(module), unit)
     yield path, module, unit
@@ -166,13 +165,12 @@ def _check_kind(name: str, tensor: Any) -> None:
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     """Return the dtype in which the parameter in `slot` is gathered.
 
-    `dtype` is the dtype that the user requested for all parameters, or None. `casts` is the dtype
-    of an autocast around the model, or None. If `dtype` isn't None, all floating-point parameters
-    are gathered in it. Otherwise the float32 parameters of linear layers are gathered in `casts`,
-    because an autocast casts these parameters to that dtype whenever the layers compute. The
-    results are then the same, gathering needs half the bytes, and the backward pass needs no cast
-    copies. All other parameters keep their own dtype.
+    `dtype` is the requested dtype for all floating-point parameters, or None. `casts` is the dtype
+    of an autocast around the model, or None. It is used for float32 parameters of linear layers if
+    `dtype` is None. Other parameters keep their dtype.
     """
+    # an autocast would cast these parameters whenever the layers compute; so the results are the
+    # same, gathering needs half the bytes, and the backward pass needs no cast copies
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
         return tensor.dtype
@@ -194,10 +192,12 @@ def is_lookup(module: Any) -> bool:
 class Unit:
     """A module whose parameters are gathered together before it computes, and freed together.
 
-    The parameters are stored in flats. The parameters of a flat have the same dtype, and are all
-    trained or all frozen. `name` is "" for the model itself. `dtype` and `casts` are passed to
-    `choose_dtype`, and `held` is the Ledger that counts the unit's bytes.
+    - `name`: the module's name; "" for the model itself.
+    - `dtype`, `casts`: passed to `choose_dtype`.
+    - `held`: the Ledger that counts the unit's bytes.
     """
+
+    # the parameters of a flat have the same dtype, and are all trained or all frozen
 
     def __init__(
         self,
@@ -333,8 +333,8 @@ class Ledger:
     - `state`: the optimizer's state, counted after its first step.
     - `whole`: the unsharded parameters with their optimizer state.
 
-    `now` and `most` have the current bytes and their maximum for each kind; `peak` is
-    the maximum of the total.
+    `now` and `most` have the current bytes and the maximum of each kind. `peak` is the maximum of
+    the total.
     """
 
     def __init__(self) -> None:

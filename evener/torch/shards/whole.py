@@ -1,9 +1,8 @@
 """Unsharded parameters of a sharded model, such as adapters, which every rank holds whole.
 
-Their gradients are all-reduced once per batch. If a small part of a model is trained and the rest
-is frozen, holding that part whole on each device costs less than gathering it in every pass. The
-model's own Parameter objects stay in use, so any optimizer can train them and any library can save
-them.
+Their gradients are all-reduced once per batch. If only a small part of a model is trained, holding
+that part whole on each device costs less than gathering it in every pass. The model's own Parameter
+objects stay in use, so any optimizer can train them and any library can save them.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 
     - the parameters that belong to no unit, gathered, with their gradients;
     - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, in the dtype in which they were computed and in the dtype of the
-      shards, because they are copied before they are reduced;
+    - the gradients of one unit, in the dtype of their computation and in the dtype of the shards;
     - the parameters that are never sharded, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
-    An embedding is freed before its gradients are reduced, so its parameters don't count at that
-    moment. `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
+    `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
     """
+    # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
     sizes = {name: _measure(own, whole, dtype, casts) for name, own in parameters.items()}
@@ -60,8 +58,9 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 class UnitBytes(NamedTuple):
     """The bytes of a unit.
 
-    `gathered` has the bytes of its whole parameters, `gradients` the bytes of their gradients, and
-    `buffer` the bytes of the buffer from which the gradients are reduced.
+    - `gathered`: bytes of its whole parameters.
+    - `gradients`: bytes of their gradients.
+    - `buffer`: bytes of the buffer from which the gradients are reduced.
     """
 
     gathered: int
@@ -75,10 +74,8 @@ class UnitBytes(NamedTuple):
 
 
 def _add_largest(units: Iterable[UnitBytes]) -> int:
-    """Return the bytes of the whole parameters of the two largest units.
-
-    Two units may be in memory at once: while one computes, the next one is already being gathered.
-    """
+    """Return the bytes of the whole parameters of the two largest units."""
+    # while one unit computes, the next one is already being gathered
     return sum(sorted((each.gathered for each in units), reverse=True)[:2])
 
 
@@ -98,9 +95,8 @@ def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any)
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
-    `parameters` has the parameters of each unit, by the unit's name. Return an empty list if the
-    trained ones, their gradients and their optimizer state would take more than a quarter of the
-    model's bytes.
+    `parameters` are the units' parameters by the unit's name. Return an empty list if they, their
+    gradients and their optimizer state would take more than a quarter of the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -112,10 +108,12 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 class WholeParameters:
     """Unsharded trained parameters, with a buffer for their gradients.
 
-    A hook moves each parameter's gradient, times this rank's weight, to the buffer as soon as the
-    gradient is computed. The buffer is all-reduced once per batch; then gradients from before the
-    batch are added to it. `held` is the Ledger that counts the bytes.
+    `held` is the Ledger that counts the bytes.
     """
+
+    # A hook moves each gradient, times this rank's weight, to the buffer as soon as it is computed.
+    # The buffer is all-reduced once per batch; then gradients from before the batch are added to
+    # it.
 
     def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
         self.slots = list(slots)
@@ -150,10 +148,8 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Prepare for a backward pass: clear each `.grad`.
-
-        Gradients from before the batch are set aside, so that they can be added again later.
-        """
+        """Prepare for a backward pass: clear each `.grad`."""
+        # gradients from before the batch are added again later
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -179,11 +175,9 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are all-reduced after a later pass.
-
-        Until then, the `.grad` of each parameter is a view of the buffer. If `.grad` has changed
-        before the all-reduce, the loop has called zero_grad() too early.
-        """
+        """End a backward pass whose gradients are all-reduced after a later pass."""
+        # Until then, `.grad` is a view of the buffer. If it changes, the loop has called
+        # zero_grad() too early.
         self.waits = True
         for slot in self.slots:
             if slot.fired:
@@ -202,7 +196,7 @@ class WholeParameters:
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Set the `.grad` of each parameter to its all-reduced gradient, if any rank used it.
 
-        `used` has a flag for each of `slots`. Gradients from before the batch are added.
+        `used` has a flag for each slot. Gradients from before the batch are added.
         """
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):

@@ -18,10 +18,9 @@ def is_alone() -> bool:
 
 
 class WholeModel:
-    """Has the attributes of `Sharded` that checkpoints read, for a `model` that isn't sharded.
+    """Has the attributes of `Sharded` that checkpoints read, for a `model` that isn't sharded."""
 
-    Packed (4-bit) weights are left out, because checkpoints don't have them.
-    """
+    # without packed (4-bit) weights, which checkpoints don't have
 
     def __init__(self, model: Any) -> None:
         found: dict[int, Slot] = {}

@@ -1,8 +1,7 @@
 """Notify listeners of each loss on which a training loop calls backward.
 
-Listeners also get the last operations that computed the loss. If these differ from the operations
-of earlier losses, the loop now computes its loss in another way. For example, it adds a term in a
-later epoch.
+Listeners also get the last operations that computed the loss. If these change, the loop now
+computes its loss in another way. For example, it adds a term in a later epoch.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ _LISTENERS: WeakList[Any] = WeakList()
 def listen(listener: LossListener) -> Callable[[], Any]:
     """Notify a listener of each loss from now on, until the listener is garbage-collected.
 
-    Returns a function that removes the listener earlier. Without listeners, `Tensor.backward` is
-    PyTorch's original method.
+    Returns a function that ends this earlier.
     """
+    # without listeners, `Tensor.backward` is PyTorch's original method
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)
     listening = weakref.ref(listener)
@@ -57,9 +56,8 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `Tensor.backward` that notifies all listeners before it runs.
-
-    `own` is PyTorch's method, which the replacement calls.
+    """Return a replacement for `own`, PyTorch's `Tensor.backward`, that first notifies all
+    listeners.
     """
 
     @wraps(own)
@@ -80,8 +78,8 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 def find_code(caller: FrameType) -> Code | None:
     """Return the program's own code that calls backward, with its module's variables.
 
-    `caller` is the frame that calls backward. Return None if the CALLERS innermost frames, starting
-    with `caller`, all belong to libraries.
+    `caller` is the frame that calls backward. Return None if it and the next frames, CALLERS in
+    total, all belong to libraries.
     """
     frame = caller
     for _ in range(CALLERS):
@@ -96,9 +94,8 @@ def find_code(caller: FrameType) -> Code | None:
 def list_operations(loss: Any) -> tuple[Any, ...]:
     """Return the last operations that computed a loss, as pairs (name, reduction).
 
-    The reduction is PyTorch's number for how an operation such as a loss function reduces rows, for
-    example to their mean. It is None for operations that have no such setting. Up to MOST
-    operations are listed, up to DEPTH levels before the loss.
+    The reduction is PyTorch's number for how an operation reduces rows, such as to their mean; None
+    if it doesn't. Up to MOST operations are listed, up to DEPTH levels before the loss.
     """
     found: list[Any] = []
     level = [] if loss.grad_fn is None else [loss.grad_fn]

@@ -1,8 +1,8 @@
 """The batches that loaders have yielded and that loops may still compute.
 
 Each batch is stored with the rows of each rank. A loop that uses `split.step` or `split.parts`
-passes its batch to them; the batch is recognized by the tensors that the loader yielded. For a loop
-that calls `backward` itself, recognition.py finds the batch.
+passes its batch to them, and the loader's tensors identify it. For a loop that calls `backward`
+itself, recognition.py finds the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from ..rows.structure import tensors_in
 class TakenBatch:
     """A batch that a loader yielded: the rows of each rank, and weak references to its tensors.
 
-    `origin` is the epoch that the batch is from, and `sizes` has each rank's number of rows.
+    - `origin`: the epoch that the batch is from.
+    - `sizes`: each rank's number of rows.
+    - `number`: index in the epoch.
     """
 
     __slots__ = ("number", "origin", "sizes", "tensors", "used")
@@ -50,11 +52,9 @@ class TakenBatch:
         )
 
     def can_share_backward(self, other: TakenBatch) -> bool:
-        """True if both batches can be in one backward pass.
-
-        This requires that each rank has the same weight in both batches. If the batches are from
-        different epochs, the last batches of these epochs must also give each rank the same weight.
-        """
+        """True if both batches can be in one backward pass."""
+        # Each rank needs the same weight in both. If they are from different epochs, this must also
+        # hold for the epochs' last batches.
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
         )
@@ -94,8 +94,8 @@ class BatchTracker:
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Make a loader's next batch the current one.
 
-        `origin` is the epoch that yields the batch, `sizes` has each rank's number of rows, and
-        `data` is the batch itself.
+        `origin` is the epoch that yields the batch, `sizes` are the ranks' rows, and `data` is the
+        batch itself.
         """
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
@@ -113,17 +113,14 @@ class BatchTracker:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch that no loader yielded; it lasts until a loader yields its next batch.
 
-        `sizes` has each rank's number of rows.
+        `sizes` are the ranks' numbers of rows.
         """
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """Record that an epoch has ended or its loop was left.
-
-        The loop may still compute a batch of this epoch later, for example if it fetched the batch
-        ahead or stores batches in a list.
-        """
+        """Record that an epoch has ended or its loop was left."""
+        # the loop may still compute a batch that it fetched ahead or stores in a list
         self._only = None
         origin.open = False
         origin.unfinished = not (origin.batches and origin.batches[-1].used)
@@ -140,9 +137,8 @@ class BatchTracker:
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
         """Return the batch that `data` belongs to, or None if no loader has yielded a batch.
 
-        `training` is True if the model is in training mode. `match` selects the batches that `data`
-        most likely belong to. Raises RequestError if several batches are possible and they weight
-        the ranks differently.
+        `training` is True if the model is in training mode. `match` selects the likeliest batches.
+        Raises RequestError if several batches are possible and they weight the ranks differently.
         """
         found = self._only
         if found is None:
@@ -159,13 +155,10 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs that may contain the batch that is being computed.
-
-        Usually they are the training epochs that haven't ended. If all training epochs have ended,
-        all of them are returned. If there are no training epochs, the newest epoch is returned.
-        If the model is in evaluation mode and the newest epoch is a validation, only the newest
-        epoch is returned.
-        """
+        """Return the epochs that may contain the batch that is being computed."""
+        # Usually, the training epochs that haven't ended; if all have ended, all of them; without
+        # training epochs, the newest epoch. In evaluation mode, a newest epoch for validation is
+        # the only one.
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs:
             return []
@@ -176,11 +169,10 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches `data`, or None if it doesn't matter which batch that is.
+        """Return the batch that matches `data`, or None if it doesn't matter which one that is.
 
-        `epochs` are the epochs that may contain the batch. `match` returns the batches that match
-        the data. Raises RequestError if several batches are possible and they weight the ranks
-        differently.
+        `epochs` may contain the batch. `match` returns the matching batches. Raises RequestError if
+        several batches are possible and they weight the ranks differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -201,10 +193,7 @@ class BatchTracker:
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
     """Return the training epochs among `epochs` that may contain the current batch.
 
-    Usually these are the training epochs that haven't ended. If all have ended, return all of them.
-    A loop may fetch the first batch of an epoch before it computes the last batch of the previous
-    one. Therefore, if every epoch that hasn't ended is at its first batch, also return the ended
-    epochs whose last batch may still be computed.
+    Usually these are the ones that haven't ended. If all have ended, return all.
     """
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
@@ -220,29 +209,27 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
     """True if it doesn't matter which batch in `possible` is being computed.
 
-    That is so if all of them give each rank the same weight, and if the choice doesn't affect the
-    weights of later batches. `epochs` is the number of epochs that the batches may be from.
+    `epochs` is the number of epochs that the batches may be from.
     """
+    # all of them give each rank the same weight, and the choice doesn't affect later batches
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
     return one_each and all(batch.can_share_backward(newest) for batch in possible)
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended.
-
-    That is so if both are the same epoch, or if the newest batch of `epoch` is still in use.
-    """
+    """True if a training loop may still compute a batch of `epoch`, now that `ended` has ended."""
+    # both are the same epoch, or the newest batch of `epoch` is still in use
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
     """Remove from the list, in place, the batches that no forward pass will compute any more.
 
-    All `batches` are from one epoch. If a forward pass has used the newest batch, all earlier ones
-    are removed. While there are more than two batches, the oldest is removed if the loop no longer
-    holds any of its tensors.
+    All `batches` are from one epoch.
     """
+    # Earlier ones than a used batch; and while there are more than two, the oldest if the loop no
+    # longer holds its tensors.
     if batches and batches[-1].used:
         del batches[:-1]
     while len(batches) > 2 and not batches[0].is_alive():

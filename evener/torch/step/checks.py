@@ -35,10 +35,9 @@ _PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's p
 
 
 class OptimizerCheck:
-    """Checks each optimizer before its first step, and again if its parameters change.
+    """Checks each optimizer before its first step, and again if its parameters change."""
 
-    It does so in a hook that PyTorch calls before each optimizer step.
-    """
+    # in a hook that PyTorch calls before each optimizer step
 
     def __init__(self) -> None:
         # step schedules once per batch; accelerate by default steps them once per process
@@ -90,11 +89,8 @@ class OptimizerCheck:
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
-        """Make accelerate step a learning-rate schedule once per batch.
-
-        By default accelerate steps the schedule once per process, as if each process had
-        a whole batch.
-        """
+        """Make accelerate step a learning-rate schedule once per batch."""
+        # by default, it steps once per process, as if each process had a whole batch
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
             return
@@ -142,9 +138,9 @@ _STATE_TENSORS = {
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
     """Raise DeviceError if the optimizer's state doesn't fit into memory.
 
-    `trained` are the optimizer's parameters that have gradients. Without this check, the first step
-    would fail after updating some of the weights.
+    `trained` are the optimizer's parameters that have gradients.
     """
+    # otherwise the first step would fail after updating some of the weights
     if optimizer.state:
         return
     momentum = any(group.get("momentum") for group in optimizer.param_groups)
@@ -164,8 +160,8 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
     `tensors` is the number of state tensors of each parameter's size that the step also allocates.
-    A step that ran out of memory halfway would leave only some of the parameters updated.
     """
+    # a step that ran out of memory halfway would leave only some of the parameters updated
     for group in optimizer.param_groups:
         trained = [each for each in group["params"] if each.grad is not None]
         at_once = group.get("foreach", False)
@@ -185,10 +181,8 @@ def update_one_by_one(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """True if there is memory for `tensors` tensors of each parameter's size.
-
-    To find out, these tensors are allocated and freed again.
-    """
+    """True if there is memory for `tensors` tensors of each parameter's size."""
+    # they are allocated and freed again to find out
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
@@ -243,8 +237,7 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
     """True if any model's gradients were all-reduced since an optimizer's last step.
 
-    Each exchange all-reduces the gradients of one model. `before` has each exchange's number of
-    sums at that step, by the id of the exchange.
+    `before` has the number of sums of each model's exchange at that step, by the exchange's id.
     """
     return any(each.sums > before.get(id(each), 0) for each in exchanges)
 

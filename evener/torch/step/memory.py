@@ -14,9 +14,10 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 class MemoryGauge:
     """Measures the memory of passes, and predicts how many rows per pass will fit.
 
-    `world` is the number of ranks. If `at_risk` is True, more memory is left free. It is True if a
-    pass that runs out of memory would stop the training run, or if rows have different lengths.
+    `world` is the number of ranks. Set `at_risk` to leave more memory free.
     """
+
+    # it is set if running out of memory would stop the run, or if rows have different lengths
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._device = device
@@ -30,7 +31,7 @@ class MemoryGauge:
     def measure(self, rows: int) -> int:
         """Return the maximum rows per pass that are predicted to fit, or 0 without a prediction.
 
-        `rows` is the number of rows in the largest pass that was computed.
+        `rows` are those of the largest pass that was computed.
         """
         if self._device.type == "cuda":
             self._capacity_bytes = self._measure_gpu(rows)
@@ -41,8 +42,8 @@ class MemoryGauge:
     def most_in_several(self, gradient_bytes: float) -> int:
         """Return the maximum rows in each of several passes that are predicted to fit.
 
-        While a pass is computed, memory also holds the gradients of earlier passes, which take
-        `gradient_bytes`. Return 0 without a prediction. Call `measure` before.
+        `gradient_bytes` is the size of the earlier passes' gradients. Return 0 without a
+        prediction. Call `measure` before.
         """
         return self._peaks.most_rows_beside(self._capacity_bytes, self._left, gradient_bytes)
 
@@ -53,10 +54,10 @@ class MemoryGauge:
     def _measure_gpu(self, rows: int) -> float:
         """Record the allocator's peak, and return the bytes that the allocator could use.
 
-        `rows` is the number of rows in the largest pass. Memory of other processes on the device is
-        subtracted, and the limit of set_per_process_memory_fraction applies. Memory that the
-        allocator reserves beyond the tensors' peak is assumed to grow in proportion to the peak.
+        `rows` are those of the largest pass.
         """
+        # Without other processes' memory, within set_per_process_memory_fraction. What the
+        # allocator reserves beyond the tensors' peak is assumed to grow with the peak.
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats.get("reserved_bytes.all.current", 0)
         peak = stats.get("allocated_bytes.all.peak", 0)
@@ -70,18 +71,15 @@ class MemoryGauge:
     def _measure_process(self, rows: int) -> float:
         """Record the process's peak memory, and return the bytes that the process could use.
 
-        The process could use its peak plus its part of the host's free memory, which is divided
-        equally among the processes. `rows` is the number of rows in the largest pass.
+        `rows` are those of the largest pass.
         """
+        # the peak plus an equal part of the host's free memory
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Return the allocator's cached memory to the device before this rank's share grows.
-
-        Otherwise cached blocks of the old size would stay allocated, although they are too small
-        for the larger share.
-        """
+        """Return the allocator's cached memory to the device before this rank's share grows."""
+        # cached blocks of the old size would be too small for the larger share
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

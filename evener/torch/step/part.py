@@ -18,9 +18,11 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 class Part:
     """The rows of one pass, in the structure of the batch.
 
-    `rows` is the number of rows that count, or 0 if the only row is a filler. `weight` is the
-    weight of the part's loss in this rank's mean loss. A part is a context manager that catches
-    out-of-memory errors in its block, so that its rows can be computed again in smaller parts.
+    - `rows`: number of rows that count; 0 if the only row is a filler.
+    - `weight`: weight of the part's loss in this rank's mean loss.
+
+    As a context manager, a part catches out-of-memory errors in its block, so that its rows can be
+    computed again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -55,10 +57,10 @@ class Part:
     def backward(self, loss: Any) -> Any:
         """Multiply the mean loss over these rows by the part's weight, and run its backward pass.
 
-        The mean is over rows, or over the items that `count` counts. Returns the weighted loss,
-        detached. The sum of these results over all parts is this rank's mean loss, which can be
-        passed to `split.mean`. With a GradScaler, pass the result of `scaler.scale(loss)`. The
-        method may be called several times in a pass, each time with another loss.
+        The mean is over rows, or over the items that `count` counts. With a GradScaler, pass
+        `scaler.scale(loss)`. This may be called several times in a pass, each time with another
+        loss. Returns the weighted loss, detached. The results of all parts add up to this rank's
+        mean loss, for `split.mean`.
         """
         self.computed = True
         if self.passes is not None:
@@ -84,13 +86,12 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of the pass `turn`.
+        """Return a part with the rows of the pass `turn`, with a weight in proportion.
 
-        `turn` is a planned pass or, after the planned pass ran out of memory, some of its rows. If
-        `turn` has all rows of this part, this part itself is returned. Otherwise the weight of the
-        new part is in proportion to its number of rows. If the loss is a mean over what `count`
-        counts, the weight is in proportion to the result of `count` for these rows instead.
+        `turn` is a planned pass or, after that ran out of memory, some of its rows. This part
+        itself is returned if `turn` has all of its rows.
         """
+        # in proportion to rows or, if the loss is a mean over what `count` counts, to that count
         if turn.rows == self.rows:
             self.turn = turn
             return self
@@ -112,10 +113,9 @@ def make_parts(
 ) -> list[Part]:
     """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
-    Each part's loss is passed to `scale` before its backward pass. An AssignedBatch is divided
-    already. If `passes` isn't 0, exactly that many parts are made. If there are too few rows for
-    them, some parts have a filler row that doesn't count. Raises RequestError if the batch can't be
-    divided.
+    Each part's loss is passed to `scale` before its backward pass. `passes` is the exact number of
+    parts, some perhaps with a filler row; 0 for any number. An AssignedBatch is already divided.
+    Raises RequestError if the batch can't be divided.
     """
     if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
@@ -131,8 +131,8 @@ def make_parts(
 def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
     """Return the rows of each pass of a batch with `rows` rows.
 
-    `sizes` has the number of rows in each pass. A pass with 0 rows gets the batch's first row as a
-    filler, which doesn't count.
+    `sizes` are the passes' numbers of rows. A pass with 0 rows gets the batch's first row as a
+    filler.
     """
     places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
     return [cut_rows(batch, start, stop, max(1, rows)) for start, stop in places]
@@ -143,8 +143,8 @@ def weigh_by_count(
 ) -> None:
     """Weight each part by the result of `count` for it, relative to the whole batch's count.
 
-    `sizes` has each rank's number of rows. Every rank has to call this function. `add_up` sums a
-    tensor over the ranks.
+    `sizes` are the ranks' numbers of rows. `add_up` sums a tensor over the ranks. Every rank has to
+    call this.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -1,8 +1,8 @@
 """Recognize which batch a forward pass computes, in a loop that calls `backward` itself.
 
 Such a loop may prefetch its next batch or use two loaders, and its model's inputs may be views of
-the loader's tensors. Therefore a batch is recognized by the addresses of its tensors. A loop that
-uses `split.step` or `split.parts` passes its batch to them, and needs no recognition (batches.py).
+the loader's tensors. Therefore a batch is recognized by the addresses of its tensors. Loops with
+`split.step` or `split.parts` need no recognition (batches.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .batches import TakenBatch
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
     """Return the batches that share memory with the most inputs of a forward pass.
 
-    `inputs` are the model's nested arguments. Several batches are returned if they match equally
-    well, and none if no input shares memory with a batch.
+    `inputs` are the model's nested arguments. Several batches may match equally well. The result is
+    empty if no input shares memory with a batch.
     """
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
@@ -31,12 +31,9 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Return how many inputs are in a batch's storage, and how many begin where its tensors begin.
-
-    The second number is needed because batches can be views of one tensor, such as a data set that
-    is kept in memory. All of these batches share the tensor's storage, but only the batch that the
-    model computes has tensors that begin at the same addresses as the inputs.
-    """
+    """Return how many inputs are in a batch's storage, and how many begin where its tensors begin."""
+    # Batches can be views of one tensor, such as a data set in memory. They share its storage, but
+    # only the batch that the model computes begins at the inputs' addresses.
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}
     places = {_place(tensor) for tensor in alive}

@@ -1,8 +1,8 @@
 """Recover from a pass that ran out of memory, so that its rows can be computed in smaller passes.
 
-`Passes` in step.py uses this module. The memory of the pass is freed, and gradients, buffers and
-random numbers are restored to their state before the pass, so that no row is lost or counted twice.
-Only gradients that were already sent stay, because they are final. The other ranks wait in the
+`Passes` in step.py uses this module. The memory of the pass is freed. Gradients, buffers and random
+numbers return to their state before the pass, so that no row is lost or counted twice. Only
+gradients that were already sent stay, because they are final. The other ranks wait in the
 all-reduce meanwhile.
 """
 
@@ -27,20 +27,16 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory.
-
-    Libraries' errors are recognized by their messages.
-    """
+    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory."""
+    # libraries' errors are recognized by their messages
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 def drop_frames(error: BaseException) -> str:
-    """Clear the local variables in an error's stack frames, and return the error as text.
-
-    Otherwise these variables would keep the failed pass's tensors in memory.
-    """
+    """Clear the local variables in an error's stack frames, and return the error as text."""
+    # they would keep the failed pass's tensors in memory
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -62,21 +58,16 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Request that the allocator returns its unused memory before the next optimizer step.
-
-    An optimizer allocates its state in its first step. Without this request, the state would be
-    allocated in blocks that activations have used, and fragment them. If the plan nearly fills the
-    memory, the second step would then run out of memory.
-    """
+    """Request that the allocator returns its unused memory before the next optimizer step."""
+    # The first step allocates the optimizer's state. It would fragment blocks that activations have
+    # used, and the second step could run out of memory.
     if device.type == "cuda":
         FREED_NEXT.add(device)
 
 
 def held_by_others(device: torch.device) -> int:
-    """Return the bytes that other processes hold on a GPU; 0 for other devices.
-
-    This process's CUDA context is assumed to take half a GiB.
-    """
+    """Return the bytes that other processes hold on a GPU; 0 for other devices."""
+    # half a GiB is assumed for this process's CUDA context
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -113,7 +104,7 @@ class RunningPass:
 class Recovery:
     """Undoes a rank's passes that run out of memory, and limits the rows of later passes.
 
-    The callback `said` is called with a Retreat for each such pass.
+    `said` is called with a Retreat for each such pass.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -136,10 +127,7 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print below an error that ends this process.
-
-        Return "" unless the error means that memory ran out.
-        """
+        """Return advice to print below an error that ends this process; "" unless memory ran out."""
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
@@ -159,13 +147,12 @@ class Recovery:
     def catch(
         self, error: BaseException, running: RunningPass, exchanges: Sequence[Exchange]
     ) -> str:
-        """Return the error as text if the running pass can be computed again.
+        """Return the error as text if the running pass can be computed again, otherwise "".
 
-        The pass can be computed again if memory ran out before one of its backward passes ended.
-        Return "" for any other error. Raises DeviceError if memory ran out but `exchanges`, which
-        sum the gradients, is empty. Another library then sums the gradients, so the pass can't be
-        undone.
+        It can be if memory ran out before one of its backward passes ended. `exchanges` sum the
+        gradients; if memory ran out and there are none, raises DeviceError.
         """
+        # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:
             return ""
         if not exchanges:
@@ -179,9 +166,9 @@ class Recovery:
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
         """Undo a pass that ran out of memory, and make later passes smaller.
 
-        `running` is the pass, and `exchanges` are those that sum its gradients. `least` is the
-        minimum number of rows in a pass. Raises DeviceError if passes can't be smaller, or if
-        smaller passes would change the gradient.
+        `exchanges` sum the gradients of `running`, the pass. `least` is the minimum number of rows
+        in a pass. Raises DeviceError if passes can't be smaller, or if smaller passes would change
+        the gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -201,11 +188,9 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Discard what is needed to undo a pass, once all its rows are computed.
-
-        In the first batch, also record which buffers passes don't change, so that these buffers
-        aren't copied in later passes.
-        """
+        """Discard what is needed to undo a pass, once all its rows are computed."""
+        # the first batch also shows which buffers passes don't change; later passes don't copy
+        # these
         for exchange in exchanges:
             exchange.held.forget_failure()
         if self.limit.step == 1:
@@ -214,9 +199,9 @@ class Recovery:
     def look_for_collectives(self, running: RunningPass) -> None:
         """Record whether the loop has communicated with other ranks in this pass.
 
-        If it has, and the pass is only a piece of a planned pass, raises DeviceError, because the
-        ranks would then run different numbers of collectives.
+        Raises DeviceError if it has, in a pass that is a piece of a planned one.
         """
+        # ranks would then run different numbers of collectives
         if not running.has_used_collectives():
             return
         self.uses_collectives = True
@@ -239,11 +224,8 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes give the same gradient as `running`.
-
-        The callback `check` compares the gradients, with as many rows as memory allows, up to 8.
-        Nothing is done if `check` isn't set, or once it has succeeded.
-        """
+        """Raise DeviceError unless smaller passes give the same gradient as `running`."""
+        # compared with up to 8 rows, as many as memory allows, until that has once succeeded
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return
