@@ -36,22 +36,18 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in the file `path`, for any number of processes on this host.
-
-    The processes don't delete the file when they exit, as they would if the store were created for
-    a fixed number of processes.
-    """
+    """Return a store in the file `path`, for any number of processes on this host."""
+    # with a fixed number of processes, they would delete the file when they exit
     return dist.FileStore(path, -1)
 
 
 def replace_rendezvous() -> None:
     """Replace PyTorch's rendezvous handlers for `env://` and `tcp://`.
 
-    If the URL has the address that `evener launch` chose for this training run, the new handlers
-    use the launcher's file instead. Programs and libraries use these two schemes, and PyTorch's
-    public `register_rendezvous_handler` can only add schemes. Any other TCPStore that this process
-    serves is made to listen only on its own address.
+    The new ones use the launcher's file if the URL has the address that `evener launch` chose.
+    Other TCPStores of this process listen only on their own address.
     """
+    # PyTorch's public `register_rendezvous_handler` can only add schemes
     _limit_tcp_stores()
     handlers = rendezvous_handlers()
     for scheme in ("env", "tcp"):
@@ -62,8 +58,7 @@ def replace_rendezvous() -> None:
 def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield the store, rank and number of processes, as PyTorch's rendezvous handlers do.
 
-    If `url` doesn't have the address that evener launch chose, PyTorch's own handler, `original`,
-    yields them.
+    For an address that evener launch didn't choose, `original`, PyTorch's handler, yields them.
     """
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
@@ -83,9 +78,9 @@ def _rendezvous(original: Handler, url: str, **options: Any) -> Iterator[tuple[A
 def _release_other_ranks() -> None:
     """Let evener's other ranks start, because this process now opens the store at which they meet.
 
-    Do nothing if the call comes from an elastic agent (PyTorch's torchrun) that the program itself
-    has started, which may use the same address.
+    Do nothing in an elastic agent (torchrun) that the program itself has started.
     """
+    # it may use the same address
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.elastic"):
@@ -103,14 +98,11 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of the keys of a new store in the launcher's file, such as evener/group/0.
-
-    Each process group needs a new prefix, because the file still has the addresses of the previous
-    group's processes. Groups are therefore numbered in order of creation. All processes of a group
-    get the same number, because each of them creates the same groups. In a child process, the
-    parent's number comes first, as in evener/group/1/0. Stores that a program opens without
-    creating a process group share the prefix evener/shared.
-    """
+    """Return the prefix of the keys of a new store in the launcher's file, such as evener/group/0."""
+    # Each process group needs a new prefix, because the file still has the addresses of the
+    # previous group. Groups are numbered in order of creation, which is the same in all of their
+    # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a
+    # process group share evener/shared.
     make_group = inspect.unwrap(dist.init_process_group).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not make_group:
@@ -143,13 +135,13 @@ def _limit_tcp_stores() -> None:
 def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments that make a TCPStore listen on the address of `host` only.
 
-    They are the port, and a socket that is already bound to it. In three cases the result is empty,
-    and the TCPStore opens the port itself:
+    They are the port, and a socket that is already bound to it. They are empty if
 
-    - `host` means every address.
-    - The machine doesn't have the address, as behind a router that translates addresses.
-    - The port is in use, as by the first store if this process opens a second one at it. The second
-      store then shares the first store's server.
+    - `host` means every address;
+    - the machine doesn't have the address, as behind a router that translates addresses;
+    - the port is in use, for example by this process's first store, whose server is then shared.
+
+    The TCPStore then opens the port itself.
     """
     if host in EVERY_ADDRESS:
         return {}

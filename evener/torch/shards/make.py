@@ -388,8 +388,7 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, sharded: Sharded | None) -> None:
-    """Raise RequestError if an optimizer can't train pieces, or has parameters from before
-    sharding.
+    """Raise RequestError if an optimizer can't train pieces, or still has whole parameters.
 
     `sharded` is the sharded model that it trains, or None.
     """

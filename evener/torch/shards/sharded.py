@@ -193,7 +193,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit before it computes, and prefetch the unit that came next in the last pass."""
+        """Gather a unit before it computes, and prefetch the unit after it in the last pass."""
         # a unit that is recomputed in a backward pass is only gathered
         if _in_backward():  # recomputed for activation checkpointing
             unit.gather()
@@ -353,8 +353,9 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Record that a unit has gradients to reduce, and prepare for the backward pass if
-        necessary.
+        """Record that a unit has gradients to reduce.
+
+        Also prepare for the backward pass if that hasn't been done yet.
         """
         unit.unsent = True
         if self._task is None:

@@ -56,8 +56,9 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `own`, PyTorch's `Tensor.backward`, that first notifies all
-    listeners.
+    """Return a replacement for `Tensor.backward` that notifies all listeners before it runs.
+
+    `own` is PyTorch's method.
     """
 
     @wraps(own)

@@ -127,7 +127,10 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print below an error that ends this process; "" unless memory ran out."""
+        """Return advice to print below an error that ends this process.
+
+        Return "" unless memory ran out.
+        """
         return self.advice if is_out_of_memory(error) else ""
 
     def begin_batch(self) -> None:
@@ -265,7 +268,7 @@ class Recovery:
 class PassState:
     """The state of random numbers and buffers before a pass, to restore it if the pass fails.
 
-    `constant` has the ids of buffers that passes don't change, so that they aren't copied.
+    `constant` has the ids of buffers that passes don't change and that aren't copied.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
@@ -280,11 +283,8 @@ class PassState:
         ]
 
     def unchanged(self) -> set[int]:
-        """Return the ids of the copied buffers that the pass hasn't changed.
-
-        BatchNorm's statistics are left out, because BatchNorm changes them without
-        increasing their version.
-        """
+        """Return the ids of the copied buffers that the pass hasn't changed."""
+        # without BatchNorm's statistics, which change without a new version
         same = {
             id(each)
             for each, _, copied in self._buffers
@@ -295,7 +295,7 @@ class PassState:
     def is_changed(self) -> bool:
         """True if the forward pass drew random numbers, changed a buffer or normalized over rows.
 
-        Then the result of a row may depend on the other rows of its pass.
+        The result of a row may then depend on the other rows of its pass.
         """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()

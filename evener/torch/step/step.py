@@ -58,10 +58,10 @@ from .unowned import UNOWNED
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it when the loop requests the next batch.
+    """Begins a step with each batch of a loader, and ends it when the loop requests the next one.
 
-    `training` is the PlannedTraining that the loader belongs to. If `trains` is False, the loader
-    is for validation, and steps aren't timed or reported.
+    - `training`: the PlannedTraining of the loader.
+    - `trains`: False for a validation loader, whose steps aren't timed or reported.
     """
 
     training: Any
@@ -70,9 +70,9 @@ class LoaderSteps(StepListener):
     def compare(self, digest: int) -> None:
         """Raise RequestError if ranks have different orders or lengths of rows.
 
-        `digest` is a digest of the order and lengths on this rank. If ranks had different ones,
-        rows would be computed twice, or ranks would wait for each other forever.
+        `digest` identifies them on this rank.
         """
+        # otherwise rows would be computed twice, or ranks would wait for each other forever
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
                 "The ranks drew different orders of rows from order=, or were given different "
@@ -86,7 +86,7 @@ class LoaderSteps(StepListener):
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a step when the loop gets a batch.
 
-        `origin` is the epoch that yields `batch`, and `sizes` has each rank's number of rows in it.
+        `origin` is the epoch that yields `batch`, and `sizes` are the ranks' numbers of rows in it.
         """
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
@@ -103,8 +103,8 @@ class LoaderSteps(StepListener):
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report the step when the loop requests the next batch; afterwards shares may change.
 
-        `sizes` has each rank's number of rows in the batch that was trained. `tokens` has the
-        numbers of tokens in this rank's rows, without and with padding.
+        `sizes` are the ranks' numbers of rows in the trained batch. `tokens` are the tokens in this
+        rank's rows, without and with padding.
         """
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
@@ -121,9 +121,9 @@ class LoaderSteps(StepListener):
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
     """Compute the loss and gradients of a batch, cut into as many passes as the plan has.
 
-    `compute` returns the mean loss over a part of the batch. `count` returns the number of items in
-    a part, if `compute` averages over other items than rows, such as tokens; otherwise it is None.
-    Returns this rank's mean loss. This is the implementation of `PlannedTraining.step`.
+    `compute` returns the mean loss over a part. `count` returns a part's number of items if that
+    mean isn't over rows, but for example over tokens. Returns this rank's mean loss. This
+    implements `PlannedTraining.step`.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -141,8 +141,8 @@ def take_parts(
 ) -> Generator[Part]:
     """Yield the passes of a batch for a loop to compute.
 
-    `count` has the same meaning as in `train_batch`. `models` are the models that are trained; None
-    means all wrapped models. This is the implementation of `PlannedTraining.parts`.
+    `count` means the same as in `train_batch`. `models` are the trained models; None for all
+    wrapped ones. This implements `PlannedTraining.parts`.
     """
     weights = training.weights
     taken = weights.begin_parts(batch)
@@ -157,10 +157,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide this rank's rows of a batch into the planned passes.
-
-    Each pass gets its weight in the rank's mean loss.
-    """
+    """Divide this rank's rows of a batch into the planned passes, weighted in the rank's mean loss."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -186,8 +183,8 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 class Passes:
     """Computes the passes of a rank's batches one after the other, for loops and all trainers.
 
-    A pass that runs out of memory is computed again in smaller passes; the callback `said` is then
-    called with a Retreat that describes the retry.
+    A pass that runs out of memory is computed again in smaller ones. `said` is then called with a
+    Retreat that describes it.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -209,14 +206,13 @@ class Passes:
     ) -> Iterator[Part]:
         """Yield the parts of a batch one after the other, in smaller parts if memory runs out.
 
-        A part has the rows of one pass. The caller computes it in `with part:`
-        and calls `part.backward`.
+        A part has the rows of one pass. Compute it in `with part:`, and call `part.backward`.
 
-        - `models` all-reduce their gradients only in the last part.
-        - `exchanges` sum these gradients. If it is empty, another library sums them, so no pass can
-          be computed again.
-        - `begins` is True if `parts` are the first parts of a batch.
-        - With `move`, each part is moved to the device before it is computed.
+        - `models`: they all-reduce their gradients in the last part.
+        - `exchanges`: they sum these gradients. If empty, another library does, and no pass can be
+          computed again.
+        - `begins`: True if `parts` are the first of a batch.
+        - `move`: move each part to the device before it is computed.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)
@@ -239,9 +235,9 @@ class Passes:
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
         """Yield one part for the caller to compute.
 
-        With `move`, its tensors are moved to the device first. In the last part, `models`
-        all-reduce their gradients; in earlier parts they don't. If memory runs out, `part.error` is
-        set. If it runs out during the move, the part isn't yielded.
+        With `move`, its tensors are moved to the device first. `models` all-reduce their gradients
+        in the last part. If memory runs out, `part.error` is set; during the move, the part isn't
+        yielded.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -293,18 +289,15 @@ class Passes:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Check, when a backward pass starts, whether `open` has prepared for it.
-
-        If `open` wasn't called before, record that the current part can't be undone.
-        """
+        """Record that the current part can't be undone if a backward pass starts without `open`."""
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error of the current part as text if the part can be computed again.
+        """Return an error of the current part as text if the part can be computed again, otherwise
+        "".
 
-        Return "" if the part can't be computed again. `error` is the exception that was raised in
-        the caller's `with part:` block.
+        `error` was raised in the caller's `with part:` block.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
@@ -314,10 +307,9 @@ class Passes:
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
         """Finish a pass that didn't run out of memory.
 
-        Record which models have gradients, to detect a zero_grad() between passes. Once all rows of
-        a planned pass are computed, discard what was needed to undo it. Raises RequestError if the
-        caller didn't call `Part.backward` in the pass.
+        Raises RequestError if the caller didn't call `Part.backward` in it.
         """
+        # models with gradients are recorded, to detect a zero_grad() between passes
         running.part.check_computed()
         if not running.part.turn.last:
             self._given.update(each for each in self._exchanges if each.has_gradients())
@@ -333,10 +325,8 @@ class Passes:
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Return the minimum number of rows in a pass.
-
-        It is 2 if a BatchNorm is in training mode, because it can't normalize a single row.
-        """
+        """Return the minimum number of rows in a pass."""
+        # a BatchNorm in training mode can't normalize a single row
         for exchange in self._exchanges:
             if any(each.training for each in exchange.normalizers):
                 return 2

@@ -4,10 +4,9 @@ Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log 
 tasks.
 
 Such tensors aren't in any wrapped model, so they are found through the optimizers that hold them.
-As for a wrapped model, their gradients are weighted when they are computed. They are summed over
-the ranks at the end of each backward pass or, if a batch has several passes, only at the end of the
-last one. The result is the sum of (n_i / N) * gradient_i over all ranks i, with n_i of N rows on
-rank i.
+Their gradients are weighted when they are computed, and summed over the ranks at the end of a
+batch's last backward pass. The result is the sum of (n_i / N) * gradient_i over all ranks i, with
+n_i of N rows on rank i.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Weigh = Callable[[], float | None]
 class UnownedTensors:
     """The unowned tensors of this process, in groups with the same optimizer, dtype and device.
 
-    A tensor is unowned if an optimizer trains it and it is in no module.
+    An unowned tensor is trained by an optimizer, and is in no module.
     """
 
     def __init__(self) -> None:
@@ -58,11 +57,11 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Check the parameters whose gradients an optimizer is about to apply.
+        """Return those parameters that belong to modules, before an optimizer applies their
+        gradients.
 
-        Return the parameters that belong to modules. Raises RequestError if a parameter belongs to
-        no module and its gradient comes only from this rank's rows. Every rank has to call this
-        method.
+        Raises RequestError if a parameter in no module has a gradient of this rank's rows only.
+        Every rank has to call this.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]
@@ -95,11 +94,8 @@ class UnownedTensors:
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if these gradients are equal on all ranks; every rank has to call this method.
-
-        They are equal if, for example, a loop copies them from a wrapped model after
-        its gradients were summed.
-        """
+        """True if these gradients are equal on all ranks; every rank has to call this."""
+        # for example, a loop copies them from a wrapped model after its gradients were summed
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
         with own_collectives():
@@ -139,11 +135,9 @@ class TensorGroup:
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Save the gradient of the tensor at index `place`, and the tensor's earlier `.grad`.
-
-        Called before the gradient is accumulated, so that `take` can undo the accumulation. With
-        torch.autograd.grad, nothing is accumulated, and `take` isn't called.
-        """
+        """Save the gradient of the tensor at index `place`, and the tensor's earlier `.grad`."""
+        # before it is accumulated, so that `take` can undo that; torch.autograd.grad accumulates
+        # nothing and doesn't lead to `take`
         task = backward_number()
         if task != self._task:  # drop the remains of a failed pass
             self._task, self._before, self._came = task, {}, {}
@@ -156,8 +150,8 @@ class TensorGroup:
     def take(self, place: int, tensor: torch.Tensor) -> None:
         """Undo the accumulation of a tensor's gradient, and save it, weighted, for the all-reduce.
 
-        `place` is the index of `tensor` in the group. Outside of training, the gradient stays in
-        `.grad`. Raises RequestError if the gradient is sparse.
+        `place` is the index of `tensor` in the group. Outside of training, `.grad` stays. Raises
+        RequestError if the gradient is sparse.
         """
         weight = self._unowned.weight()
         if weight is None or place not in self._before:
@@ -173,10 +167,8 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce in the backward pass `task`, after all wrapped models' sums.
-
-        Then the order of collectives is the same on every rank.
-        """
+        """Schedule the all-reduce in the backward pass `task`, after all wrapped models' sums."""
+        # so the order of collectives is the same on every rank
         own = weakref.ref(self)
 
         def end() -> None:
@@ -201,7 +193,7 @@ class TensorGroup:
     def _sum(self) -> None:
         """Sum the waiting gradients over the ranks, and add the sums to each tensor's `.grad`.
 
-        If no rank has a gradient for a tensor, its `.grad` stays unchanged.
+        A `.grad` stays unchanged if no rank has a gradient for it.
         """
         if self._begins:
             self._begins = False
@@ -270,9 +262,7 @@ def _owned_by(modules: Iterable[Any]) -> set[int]:
 
 
 def _list_alive(*kinds: type) -> list[list[Any]]:
-    """Return the objects of each class in `kinds` that exist in this process, a list per class.
-
-    All objects are searched only once.
-    """
+    """Return the objects of each class in `kinds` that exist in this process, a list per class."""
+    # all objects are searched only once
     alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]

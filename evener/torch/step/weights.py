@@ -37,7 +37,7 @@ from .wrapped import (
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
     """Raised if a loss under audit calls `split.loss` or `split.gather`.
 
-    Such a loss is already computed over the whole batch, so it needs no audit.
+    Such a loss is computed over the whole batch, so it needs no audit.
     """
 
 
@@ -50,11 +50,11 @@ NUMBERS = (
 class BatchWeights(BatchTracker):
     """The number of rows of each rank in a batch, and the resulting weight of this rank.
 
-    `shares` are the current shares. `weigh` selects where the weight is applied. With "gradients",
-    gradients are weighted before they are summed. With "loss", the loop calls `scale` to weight
-    each loss. With "trainer", a trainer's adapter weights the losses of the trainer. `timer` is
-    notified when the last gradient of a step is ready. `noise` measures the noise scale; None means
-    that it isn't requested.
+    - `shares`: the current shares.
+    - `weigh`: where the weight is applied: to "gradients" before they are summed, to each "loss" by
+      the loop's calls of `scale`, or by a "trainer" adapter.
+    - `timer`: notified when the last gradient of a step is ready.
+    - `noise`: measures the noise scale; None if it isn't requested.
     """
 
     def __init__(
@@ -95,18 +95,16 @@ class BatchWeights(BatchTracker):
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Make a loader's next batch the current one.
 
-        If it is for training, also look for tensors that optimizers train and
-        that belong to no module.
+        For a training batch, also look for trained tensors that belong to no module.
         """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def look_for_tensors(self) -> None:
-        """Find tensors that optimizers train and that belong to no module.
+        """Find tensors that optimizers train and that belong to no module; search only once.
 
         Their gradients are then summed with the weights of this training run.
-        The search runs only once.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -116,7 +114,7 @@ class BatchWeights(BatchTracker):
             UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight for gradients of trained tensors that don't belong to any module.
+        """Return the weight for gradients of trained tensors that belong to no module.
 
         Return None if nothing is being trained, or during an audit.
         """
@@ -135,8 +133,7 @@ class BatchWeights(BatchTracker):
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each rank in the current batch.
 
-        After an epoch, they are the numbers in its last batch. Before the first epoch, they are the
-        numbers in a full batch.
+        After an epoch, it is its last batch. Before the first epoch, it is a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
@@ -145,8 +142,7 @@ class BatchWeights(BatchTracker):
     def weight(self) -> float:
         """The weight of this rank's gradients in the current batch, 0 to 1.
 
-        Usually it is this rank's fraction of the batch. If losses are sums, it is the same on every
-        rank.
+        It is this rank's fraction of the batch. If losses are sums, it is the same on every rank.
         """
         return self._find_weight(self.sizes)
 
@@ -167,9 +163,9 @@ class BatchWeights(BatchTracker):
     def exchange_gradients(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model over the ranks from now on.
 
-        Return a list with the Exchange that sums them; the list is empty if another library does.
-        With a single rank, the exchange only makes it possible to undo a failed pass.
+        Return a list with the Exchange that sums them, or an empty one if another library does.
         """
+        # with a single rank, the exchange only makes it possible to undo a failed pass
         if self.shares.world == 1:
             return [self._exchange_of_one_rank(model)]
         wrapper = unwrap_compiled(model)  # of torch.compile
@@ -185,8 +181,7 @@ class BatchWeights(BatchTracker):
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
         """Weight a sharded model's gradients before they are reduced, and watch its forward passes.
 
-        `sharded` is the model's Sharded object, and `device` is the device to which
-        inputs are moved.
+        `sharded` is the model's Sharded object. Inputs are moved to `device`.
         """
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
@@ -197,10 +192,10 @@ class BatchWeights(BatchTracker):
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight a wrapped model's gradients before its exchange sums them.
 
-        If losses are weighted already, the exchange averages the gradients instead. `exchange` is
-        None if DistributedDataParallel itself sums the gradients. In that case, RequestError is
-        raised if the noise scale was requested.
+        `exchange` is None if DistributedDataParallel itself sums them; raises RequestError if the
+        noise scale was requested then.
         """
+        # if losses are weighted already, the exchange averages
         self.models.add(model)
         if exchange is None:
             self.timer.has_own_work = False  # nothing reports when its gradients are ready
@@ -218,12 +213,11 @@ class BatchWeights(BatchTracker):
         self._exchanges.add(exchange)
 
     def _sample(self, exchange: Exchange) -> None:
-        """Measure the noise scale from the sums of this exchange, if the noise scale was requested.
+        """Measure the noise scale from the sums of this exchange, if it was requested.
 
-        If the same model was wrapped before, its earlier exchange is no longer used for this.
-        Raises RequestError if another model's gradients are already being measured, because a noise
-        scale describes one model.
+        Raises RequestError if another model's gradients are already being measured.
         """
+        # an earlier exchange of the same model is no longer used for this
         if self.noise is None:
             return
         own = set(map(id, exchange.parameters))
@@ -254,9 +248,9 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `batch` is the result of `forward`. If the backward pass has already reached outputs of
-        another forward pass, `before` is the batch of that forward pass. Raises RequestError if the
-        batch is unknown, or if batches with different weights are in one backward pass.
+        `batch` is the result of `forward`. `before` is the batch of the outputs that the backward
+        pass reached before. Raises RequestError if the batch is unknown, or if batches with
+        different weights are in one backward pass.
         """
         if isinstance(batch, RequestError):
             raise batch
@@ -284,8 +278,8 @@ class BatchWeights(BatchTracker):
     def begin_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of a batch, and return the TakenBatch that the loader recorded for it.
 
-        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown, if
-        other passes are running, or if a trainer's adapter computes the passes.
+        `batch` is the data that the loader yielded. Raises RequestError if the batch is unknown,
+        other passes are running, or a trainer's adapter computes the passes.
         """
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -331,9 +325,8 @@ class BatchWeights(BatchTracker):
         return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the number of passes that each rank needs for this batch.
-
-        The result is valid only for batches whose rows aren't assigned by length.
+        """Return the number of passes that each rank needs for a batch without rows assigned by
+        length.
         """
         return [
             max(1, count_passes(*each))
@@ -343,10 +336,10 @@ class BatchWeights(BatchTracker):
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        The numbers have to be equal if ranks synchronize in each pass, as with a sharded model. The
-        rank that needs the most passes then determines the number, and RequestError is raised if
-        the batch's rows are assigned by length.
+        They have to be equal if ranks synchronize in each pass, as with a sharded model. Then
+        raises RequestError if the batch's rows are assigned by length.
         """
+        # the rank that needs the most passes determines the number
         if not self.equal_passes:
             return 0
         if batch.origin.by_length:
@@ -358,12 +351,12 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if parts are being computed.
+        """Raise RequestError if parts are being computed, or WholeBatchLoss in an audit.
 
-        `name` is the method of the split that the program called, such as "gather". Ranks run
-        different numbers of passes, so a collective in each pass would make them wait for each
-        other forever. Raises WholeBatchLoss instead if the loss is being audited.
+        `name` is the method of the split that the program called, such as "gather".
         """
+        # ranks run different numbers of passes, so a collective in each pass would make them wait
+        # for each other forever
         self.is_loops &= name not in ("loss", "gather")
         if self._auditing and name in ("loss", "gather"):
             raise WholeBatchLoss
@@ -389,10 +382,10 @@ class BatchWeights(BatchTracker):
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
         """Return the batch that a wrapped model computes now, which determines gradient weights.
 
-        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
-        is unknown, a RequestError is raised if the model is in training mode. Otherwise the error
-        is returned, because there may be no backward pass.
+        `inputs` are the model's nested arguments. Return None if no weight is needed. For an
+        unknown batch, raises RequestError in training mode, and otherwise returns it.
         """
+        # outside of training mode, there may be no backward pass
         if self._auditing:
             return None
         if not torch.is_grad_enabled():
@@ -432,7 +425,7 @@ class BatchWeights(BatchTracker):
     def scale(self, loss: Any) -> Any:
         """Return this rank's mean loss times its weight and the number of ranks.
 
-        The mean of these losses over the ranks is the mean loss over the whole batch.
+        The mean of these losses over the ranks is the whole batch's mean loss.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use
@@ -442,10 +435,10 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients for a backward pass from several losses.
+        """Return the weighted initial gradients for a backward pass from several losses.
 
-        Each is multiplied by this rank's weight and the number of ranks, like the loss in `scale`.
-        `gradients` has the unweighted initial gradients, one for each loss; None stands for ones.
+        `gradients` are the unweighted ones, one for each loss; None stands for ones. The factor is
+        that of `scale`.
         """
         weight = self.shares.world * self.weight
         made = []
@@ -508,7 +501,7 @@ def _scale_forgotten() -> RequestError:
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
     """Return the error for an optimizer that trains parameters outside all wrapped models.
 
-    `wrapped` and `missing` are the numbers of parameters inside and outside these models.
+    `wrapped` and `missing` are the numbers of parameters inside and outside.
     """
     if not wrapped:
         return RequestError(

@@ -32,7 +32,7 @@ from ..sums.exchange import Exchange
 def model_digest(model: Any) -> str:
     """Return a digest of the shapes and dtypes of a module's parameters and buffers.
 
-    It has 16 hexadecimal digits. The names of parameters and buffers don't affect it.
+    It has 16 hexadecimal digits. Names don't affect it.
     """
     parameters = [
         f"{tuple(each.shape)}:{each.dtype}:{each.requires_grad}" for each in model.parameters()
@@ -44,7 +44,7 @@ def model_digest(model: Any) -> str:
 def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
     """Warn if `plan` was measured with another model; with `strict`, raise PlanError instead.
 
-    If `plan` is None, nothing is checked.
+    Nothing is checked without a plan.
     """
     if plan is not None:
         for difference in check_fit(
@@ -68,7 +68,7 @@ _OPTIONS = (
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
     """A model whose gradients are summed over the ranks; `module` is the model itself.
 
-    The gradients of a copy aren't summed, because the copy has no exchange.
+    A copy has no exchange, so its gradients aren't summed.
     """
 
     exchange: Exchange | None = None
@@ -105,9 +105,11 @@ def wrap_model(
 ) -> tuple[Any, Exchange | None]:
     """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
 
-    `device` and `forward` are passed to `hook_forward`, and `options` to `wrap_module`. `by_loss`
-    is True if losses are weighted instead of gradients. A model in DistributedDataParallel isn't
-    wrapped again; its exchange is None if `replace_all_reduce` returns None.
+    - `device`, `forward`: passed to `hook_forward`.
+    - `options`: passed to `wrap_module`.
+    - `by_loss`: True if losses are weighted instead of gradients.
+
+    The exchange is None for a DistributedDataParallel that keeps its own all-reduce.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
@@ -127,7 +129,7 @@ def wrap_module(
 ) -> Exchanged:
     """Move a module to `device`, and return it in a wrapper with an exchange.
 
-    `options` are keyword arguments of DistributedDataParallel, and `forward` is passed to
+    `options` are keyword arguments of DistributedDataParallel. `forward` is passed to
     `hook_forward`. Raises RequestError for an option that this wrapper doesn't support.
     """
     given = options or {}
@@ -153,11 +155,11 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
 
-    The wrapper's own all-reduce can't be weighted or repeated after a failure. The model stays a
-    DistributedDataParallel, and its `no_sync` and `module` still work. A model with a communication
-    hook, mixed_precision or sparse gradients needs its own all-reduce. For such a model, return
-    None if losses are weighted (`by_loss`). If losses aren't weighted, raise RequestError.
+    A model with a communication hook, mixed_precision or sparse gradients needs its own all-reduce.
+    Then return None if losses are weighted (`by_loss`), otherwise raise RequestError.
     """
+    # The wrapper's own all-reduce can't be weighted, or repeated after a failure. The model stays a
+    # DistributedDataParallel, and its `no_sync` and `module` still work.
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
         if by_loss:
@@ -185,8 +187,8 @@ def hook_forward(
 ) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    `forward` returns the batch that is computed. After the forward pass, the outputs and this batch
-    are passed to the model's exchange. Inputs are moved to `device` unless it is None.
+    `forward` returns the batch that is computed, which the model's exchange gets with the outputs.
+    Inputs are moved to `device` unless it is None.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -199,7 +201,7 @@ def hook_forward(
 class _ForwardHook:
     """The hooks before and after a wrapped model's forward passes.
 
-    In a copy of the model, they do nothing.
+    They do nothing in a copy of the model.
     """
 
     def __init__(self) -> None:
@@ -251,10 +253,10 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return `model` if it is a wrapper: a DistributedDataParallel or an Exchanged.
+    """Return the DistributedDataParallel or Exchanged that `model` is, or None.
 
-    If torch.compile has compiled the wrapper, return the wrapper inside the compiled model. Return
-    None if there is no wrapper. Raises RequestError if only a part of the model is wrapped.
+    A compiled model counts as the wrapper inside. Raises RequestError if only a part of the model
+    is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
@@ -280,9 +282,9 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if no rank waits for another within a pass, so that its compute time can be measured.
 
-    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. If they do and `rebalances` is
-    True, raises RequestError, because shares are rebalanced according to these times.
+    Otherwise raises RequestError if `rebalances` is True.
     """
+    # ranks wait in FSDP2's layers and in SyncBatchNorm; rebalancing needs these times
     if not (
         is_sharded(model)
         or any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
@@ -337,10 +339,12 @@ def check_not_inside_ddp() -> None:
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
 
-    `weigh` is explained in BatchWeights, and `world` is the number of ranks. `passes` has the
-    number of rows in each pass of a full batch, for all ranks. Raises RequestError if SyncBatchNorm
-    would mix the ranks' gradients before they are weighted, or if the model has SyncBatchNorm and
-    ranks run several passes.
+    - `weigh`: see BatchWeights.
+    - `world`: number of ranks.
+    - `passes`: the rows of each pass of a full batch, for all ranks.
+
+    Raises RequestError for SyncBatchNorm if it would mix the ranks' gradients before they are
+    weighted, or if ranks run several passes.
     """
     kinds = [
         type(module)
@@ -373,7 +377,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
     """Warn if a pass has a single row, from which BatchNorm can't compute statistics.
 
-    `rows` has the number of rows in each pass.
+    `rows` are the passes' numbers of rows.
     """
     if min(rows, default=2) < 2:
         warnings.warn(
@@ -396,10 +400,8 @@ def _warn_of_own_rows(kind: str) -> None:
 
 
 def check_passes(model: Any) -> None:
-    """Raise RequestError if a model has SyncBatchNorm, which synchronizes ranks in each pass.
-
-    Ranks run different numbers of passes, so they would wait for each other forever.
-    """
+    """Raise RequestError if a model has SyncBatchNorm, which synchronizes ranks in each pass."""
+    # ranks run different numbers of passes, so they would wait for each other forever
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
             "SyncBatchNorm exchanges statistics in each pass, and the ranks have different "
@@ -412,11 +414,8 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Raise RequestError as soon as a parameter that is frozen now gets a gradient.
-
-    Such a gradient wouldn't be summed, because an exchange includes only parameters that are
-    trained when the model is wrapped.
-    """
+    """Raise RequestError as soon as a parameter that is frozen now gets a gradient."""
+    # an exchange only sums gradients of parameters that were trained when the model was wrapped
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)
         if handle is not None:

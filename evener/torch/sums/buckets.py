@@ -36,11 +36,9 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 class Bucket:
     """A flat tensor with the gradients of some parameters, a flag for each gradient, and a tail.
 
-    All of these are summed over the ranks together. A flag is 1 if the parameter has a
-    gradient. `last` is the parameter whose gradient is expected last. The tail has control
-    values: a flag for changes of a rank's buffers; the number of the batch, with which ranks
-    check that they sum gradients of the same batch; and some weights, with which they check
-    that the weights are the same on all ranks.
+    All of these are summed over the ranks together. A flag is 1 if the parameter has a gradient.
+    `last` is the parameter whose gradient is expected last. The tail has control values for the
+    ranks to compare: whether buffers changed, the batch's number, and some weights.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -69,18 +67,16 @@ class Bucket:
     def has_come(self, came: set[int] | None) -> bool:
         """True if all gradients of the bucket have been computed.
 
-        `came` has the ids of the parameters whose gradients have been computed. Without it, every
-        `.grad` that isn't None counts as computed.
+        `came` has the ids of the parameters with computed gradients. Without it, every `.grad` that
+        isn't None counts.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
         return self.ids <= came
 
     def check_sent(self) -> None:
-        """Raise RequestError if a gradient was changed after it was sent.
-
-        The sum that is being computed would lack the change.
-        """
+        """Raise RequestError if a gradient was changed after it was sent."""
+        # the sum that is being computed would lack the change
         if self._views[0]._version != self._version:
             raise RequestError(
                 "A parameter got a second gradient in one backward pass, unlike in the first: "
@@ -89,10 +85,8 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Copy gradients into the bucket, and replace each `.grad` with a view of the bucket.
-
-        This is needed again after zero_grad has set gradients to None.
-        """
+        """Copy gradients into the bucket, and replace each `.grad` with a view of the bucket."""
+        # needed again after zero_grad has set gradients to None
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, each in enumerate(gradients) if each is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
@@ -104,11 +98,11 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Copy gradients into the bucket, multiply them by `weight`, and write the bucket's flags.
+        """Copy gradients into the bucket, times `weight`, and write the bucket's flags and tail.
 
-        All of the gradients must be new tensors. They are copied with as few calls of PyTorch as
-        possible. `flags` has a flag for each gradient, and the bucket's tail.
+        All gradients must be new tensors. `flags` has a flag for each gradient, then the tail.
         """
+        # with as few calls of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)
             self._flags.copy_(flags)
@@ -120,8 +114,7 @@ class Bucket:
     def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
         """Copy gradients, multiplied by the weight, into views of the bucket.
 
-        Raises RequestError if gradients can't be summed, because they are sparse, of another dtype
-        or differentiable.
+        Raises RequestError if gradients are sparse, of another dtype or differentiable.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
@@ -159,11 +152,8 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Multiply the accumulated gradients by `weight`, and set them aside until `weigh`.
-
-        This is necessary before the weight changes, because gradients that are computed
-        later have another weight.
-        """
+        """Multiply the accumulated gradients by `weight`, and set them aside until `weigh`."""
+        # necessary before the weight changes
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
@@ -172,7 +162,7 @@ class Bucket:
     def weigh(self, weight: float, number: int) -> None:
         """Gather the gradients, and multiply them by this rank's weight, so that they can be sent.
 
-        `number` is the number of the batch in its epoch, which is written to the tail.
+        `number` is the batch's number in its epoch, for the tail.
         """
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
@@ -212,18 +202,15 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Clear the gradient at index `place` of the gradients that `fold` has set aside.
-
-        This is needed if the loop has cleared the parameter's gradient in the meantime.
-        """
+        """Clear the gradient at index `place` of those that `fold` has set aside."""
+        # the loop may have cleared the parameter's gradient in the meantime
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
         """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
 
-        A flag is 1 if its parameter has a gradient. If `counts` is False, because this rank's
-        weight is 0, all flags are 0.
+        All flags are 0 if `counts` is False, because this rank's weight is 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -242,8 +229,8 @@ class Bucket:
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
     """Return buckets of up to about `most_bytes`, in the order in which they fill up.
 
-    All parameters in a bucket have the same dtype and device. `parameters` are in the order in
-    which their gradients are computed.
+    A bucket's parameters have the same dtype and device. `parameters` are in the order in which
+    their gradients are computed.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -269,10 +256,8 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _set_gradients(parameters: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Set the `.grad` of each parameter to the gradient with the same index.
-
-    `deque` calls `setattr` faster than a loop would.
-    """
+    """Set the `.grad` of each parameter to the gradient with the same index."""
+    # `deque` calls `setattr` faster than a loop would
     deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
 
@@ -314,11 +299,9 @@ class HostCopy:
 
 
 class TailReader:
-    """Reads and checks the tail of a summed bucket, the control values behind its gradients.
+    """Reads and checks the tail of a summed bucket, the control values behind its gradients."""
 
-    On a GPU, all tails but the first are read one step late, so that the host doesn't wait for the
-    device.
-    """
+    # on a GPU, all tails but the first are read one step late, so that the host doesn't wait
 
     def __init__(self) -> None:
         self._copied: HostCopy | None = None
@@ -327,9 +310,9 @@ class TailReader:
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """Check the values of a summed tail; return True if the buffers of any rank have changed.
 
-        `expected` is the sum of the batch numbers that all ranks write, if they sum the same batch.
-        On a GPU, the tail of the previous sum is checked instead, except in the first sum. Raises
-        RequestError if ranks have summed different batches, or if their weights differ.
+        `expected` is the sum of the batch numbers if all ranks sum the same batch. On a GPU, the
+        previous tail is checked, except in the first sum. Raises RequestError if ranks have summed
+        different batches, or if their weights differ.
         """
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
         read, wanted = (
@@ -395,9 +378,9 @@ class Buffers:
     def add_changes(self, flag: torch.Tensor) -> None:
         """Add 1 to `flag`, a tensor with one value, if buffers differ from the copy made by `keep`.
 
-        The host doesn't wait for a GPU. Values are compared because PyTorch's version counter
-        misses changes through `buffer.data` and by BatchNorm.
+        The host doesn't wait for a GPU.
         """
+        # PyTorch's version counter misses changes through `buffer.data` and by BatchNorm
         # if both are false, there are no buffers
         may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
@@ -425,14 +408,15 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class EarlierGradients:
     """Saves the gradients of earlier passes during a pass, because the pass may have to be retried.
 
-    A pass that fails may already have computed the gradients of some parameters, for all of its
-    rows. `final` has the ids of these parameters, and the retry leaves their gradients unchanged.
-    If the results of rows depend on random draws or on one another, a retry computes other results.
-    In that case, all gradients of the failed pass are dropped instead.
-
-    `late` is True for such a pass, and while a failed pass with `final` gradients is retried. If
-    `apart` is True, the gradients of earlier passes are set aside until the pass ends.
+    - `final`: ids of the parameters whose gradients a failed pass computed for all its rows; the
+      retry leaves them unchanged.
+    - `late`: True if gradients can only be sent after the pass.
+    - `apart`: True if the gradients of earlier passes are set aside until the pass ends.
     """
+
+    # If rows' results depend on random draws or on one another, a retry computes other results.
+    # Then all gradients of the failed pass are dropped, and `late` is True. It is also True in a
+    # retry with `final` gradients.
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
@@ -444,7 +428,7 @@ class EarlierGradients:
     def open(self, dependent: bool) -> None:
         """Prepare for the backward pass of a pass that may have to be retried.
 
-        `dependent` is True if the results of rows depend on random draws, or on one another.
+        `dependent` is True if the results of rows depend on random draws or on one another.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -456,10 +440,7 @@ class EarlierGradients:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to the gradients that `open` set aside.
-
-        Nothing is done if `open` set none aside.
-        """
+        """Add the pass's gradients, except final ones, to the gradients that `open` set aside."""
         if self._kept is None:
             return
         kept = [

@@ -1,8 +1,8 @@
 """Collectives other than the sum of gradients, such as gathering rows and summing metrics.
 
-If memory runs out, a rank computes a pass as several smaller ones. Collectives that the program
-itself calls in a pass would then run more often on this rank than on others. To detect this,
-collectives that evener doesn't start itself are counted.
+If memory runs out, a rank computes a pass as several smaller ones. The program's own collectives in
+a pass would then run more often on this rank than on others. To detect this, collectives that
+evener doesn't start itself are counted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return the number of collectives, over several ranks, that the program itself has started.
-
-    All collectives of this process count, except evener's own.
-    """
+    """Return the number of collectives, over several ranks, that the program itself has started."""
+    # all collectives of this process, except evener's own
     return sum(count_exchanges().values()) - _own
 
 
@@ -55,9 +53,9 @@ _sizes: dict[Hashable, int] = {}  # numbers of collectives that calls of `run_ow
 def run_own(kind: Hashable, start: Callable[[], Result]) -> Result:
     """Call `start`, which starts collectives of evener's, and return its result.
 
-    All calls with an equal `kind` have to start the same number of collectives. Counting them takes
-    longer than starting them, so they are counted in the first call only.
+    All calls with an equal `kind` have to start the same number of collectives.
     """
+    # counting takes longer than starting, so they are counted in the first call only
     global _own
     before = 0 if kind in _sizes else sum(count_exchanges().values())
     result = start()
@@ -81,10 +79,8 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `compute` that raises CollectiveError if the call started a collective.
-
-    The other ranks may not call `compute`, so they wouldn't take part in the collective.
-    """
+    """Return a wrapper of `compute` that raises CollectiveError if the call started a collective."""
+    # the other ranks may not call `compute`, so they wouldn't take part
 
     def checked(*arguments: Any) -> Any:
         before = count_foreign()
@@ -102,7 +98,7 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 def count_exchanges() -> dict[str, int]:
     """Return how many collectives among several ranks this process has started.
 
-    The result has one number for each process group and device.
+    The keys name a process group and a device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -114,13 +110,13 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather the ranks' tensors of shape (n_i, ...) into one of shape (N, ...), in batch order.
 
-    `sizes` has the n_i. A rank with 0 rows may pass any row. The gradient of a rank's rows is the
-    sum of the gradients from all ranks' losses, each weighted by the number of rows on its rank.
-    This sum is exact in two cases: if every rank computes the whole batch's loss, and if each rank
-    computes the mean over its own rows. `by_loss` is True if losses are weighted already, and False
-    if the model's gradients are weighted later. The `timer` doesn't count the collectives as
-    compute time (own work). Raises RequestError if the number of rows is wrong, or if shapes or
-    dtypes differ between ranks.
+    - `sizes`: the n_i; a rank with 0 rows may pass any row.
+    - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
+    - `timer`: doesn't count the collectives as compute time (own work).
+
+    The gradient of a rank's rows sums those of all ranks' losses, weighted by the ranks' rows. That
+    is exact if every rank computes the whole batch's loss, or the mean over its own rows. Raises
+    RequestError if the number of rows is wrong, or if shapes or dtypes differ between ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
@@ -139,8 +135,8 @@ def gather_rows(
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """Return the sum of a value over the `world` ranks, as a tensor on `device`.
 
-    `value` is a number or a tensor. The result is int64 for an integer tensor with at least one
-    dimension, else float64. The `timer` doesn't count the all-reduce as compute time (own work).
+    `value` is a number or a tensor. The result is int64 for integer tensors with dimensions, else
+    float64. The `timer` doesn't count the all-reduce as compute time (own work).
     """
     total = torch.as_tensor(value).detach()
     whole = total.ndim and not total.is_floating_point()
@@ -154,9 +150,9 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """Return the mean over all rows in a batch, computed from each rank's mean over its own rows.
 
-    `value` is this rank's mean, and `sizes` has each rank's number of rows. If the values are equal
-    on all ranks, `value` itself is returned, without rounding. `device` is the device of the
-    collective, which the `timer` doesn't count as compute time (own work).
+    `value` is this rank's mean; it is returned without rounding if it is the same on all ranks.
+    `sizes` are the ranks' numbers of rows. The collective runs on `device`, and the `timer` doesn't
+    count it as compute time (own work).
     """
     own = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(own) for _ in sizes]
@@ -170,9 +166,9 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
 
 
 def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
-    """True if all ranks of `group` pass the same `value`; every rank has to call this function.
+    """True if all ranks of `group` pass the same `value`; every rank has to call this.
 
-    `device` is the device of the collective. If `group` is None, all ranks take part.
+    `device` is the device of the collective. `group` None means all ranks.
     """
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
@@ -180,10 +176,9 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Broadcast tensors from one rank of a group to all its ranks.
+    """Broadcast tensors from one rank of a group to all its ranks; every rank has to call this.
 
-    Every rank has to call this function. `source` is the sender's rank within the group. If `group`
-    is None, all ranks take part.
+    `source` is the sender's rank within the group. `group` None means all ranks.
     """
     for device in {each.device for each in tensors}:
         own = [each.detach() for each in tensors if each.device == device]
@@ -215,11 +210,8 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Sum the ranks' weighted gradients, and return this rank's rows of the sum.
-
-        The rows are divided by this rank's weight, because the model's gradients are multiplied by
-        it afterwards.
-        """
+        """Sum the ranks' weighted gradients, and return this rank's rows of the sum."""
+        # divided by this rank's weight, by which the model's gradients are multiplied afterwards
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.collective():
             dist.all_reduce(total)

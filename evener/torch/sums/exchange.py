@@ -1,10 +1,9 @@
 """Sum a model's gradients over the ranks, weighted by each rank's fraction of the batch.
 
-With n_i of N rows on rank i, the mean over the batch is sum_i (n_i / N) * mean_i; a plain mean over
-ranks differs from it unless all n_i are equal. Gradients are in flat buckets, in the same order on
-all ranks. A bucket is sent as soon as it has the gradients of all passes; the remaining buckets are
-sent at the end of the backward pass. Gradients that were sent are final, so a rank that runs out of
-memory only computes the other gradients again.
+With n_i of N rows on rank i, the mean over the batch is sum_i (n_i / N) * mean_i. Gradients are in
+flat buckets, in the same order on all ranks. A bucket is sent as soon as it has the gradients of
+all passes, the rest at the end of the backward pass. Gradients that were sent are final, so a rank
+that runs out of memory only computes the other ones again.
 
 An exchange has these states; the attribute that shows a state is in brackets:
 
@@ -71,7 +70,7 @@ def _find_normalizers(module: Any) -> list[Any]:
 def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> list[Any]:
     """Return the tensors of a module without those named in `ignored`, each tensor only once.
 
-    `named` has the names and tensors of the module's parameters or buffers.
+    `named` are the module's parameters or buffers with their names.
     """
     return list({id(each): each for name, each in named if name not in ignored}.values())
 
@@ -79,7 +78,7 @@ def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> li
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
     """Return the size of a bucket in bytes, so that `parameters` need about BUCKETS buckets.
 
-    The size is at least LEAST_BYTES and at most MOST_BYTES.
+    It is from LEAST_BYTES to MOST_BYTES.
     """
     whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
@@ -88,20 +87,18 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 class Exchange:
     """Sums the gradients of `module` over `group`, with this rank's gradients times `weight`.
 
-    If `group` is None, all processes take part. With `single_rank`, there is no other rank: nothing
-    is summed, but the gradients of a failed pass can be undone. `bucket_bytes` is the size of a
-    bucket; if it is None, the exchange chooses it. With `broadcast_buffers`, buffers that change
-    are copied from the first rank to all ranks after each sum.
-
     The model's outputs are passed to `watch`. A backward pass through them ends in a sum if `watch`
-    was called with `sync`. The attributes `begun`, `ready`, `sent` and `done` are callbacks:
+    was called with `sync`.
 
-    - `begun` is called when a backward pass reaches watched outputs. Its first argument is the
-      batch of these outputs. Its second argument is the batch of the outputs that the pass reached
-      before. If it has reached no others, both arguments are the same batch.
-    - `ready` is called when the last gradient is computed.
-    - `sent` is called when all buckets have been sent.
-    - `done` is called when the sums are complete.
+    - `group`: the processes; None for all.
+    - `bucket_bytes`: size of a bucket; None to choose it.
+    - `broadcast_buffers`: copy buffers that change from the first rank to all ranks after each sum.
+    - `single_rank`: there is no other rank. Nothing is summed, but a failed pass can be undone.
+    - `begun(batch, before)`: called when a backward pass reaches watched outputs of `batch`.
+      `before` is the batch of the outputs that it reached before; the same batch if there are none.
+    - `ready`: called when the last gradient is computed.
+    - `sent`: called when all buckets have been sent.
+    - `done`: called when the sums are complete.
     """
 
     def __init__(
@@ -187,7 +184,7 @@ class Exchange:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that are computed from now on.
 
-        Gradients that were computed before, but aren't summed yet, keep the earlier weight.
+        Earlier gradients that aren't summed yet keep the earlier weight.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -199,9 +196,8 @@ class Exchange:
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Detect backward passes through these outputs; with `sync`, they end in a sum.
 
-        `batch` is the batch from which the outputs were computed; it is passed to `begun`.
-        Raises RequestError if an earlier backward pass failed when some of its gradients
-        were already sent.
+        `batch` is the batch of the outputs; it is passed to `begun`. Raises RequestError if an
+        earlier backward pass failed after some of its gradients were sent.
         """
         if self.resting:
             return
@@ -224,10 +220,10 @@ class Exchange:
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
         """Detect backward passes by the gradients of the model's parameters.
 
-        This is for outputs that hide their tensors, because they are objects of an unknown class.
-        A backward pass is assumed to start with the first gradient. `sync` and `batch` have the
-        same meaning as in `watch`.
+        This is for outputs of unknown classes, whose tensors are hidden. `sync` and `batch` mean
+        the same as in `watch`.
         """
+        # a backward pass is assumed to start with the first gradient
         reference = weakref.ref(self)
 
         def begin(_: Any) -> None:
@@ -252,11 +248,9 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register the hooks that record the order in which gradients are computed, if necessary.
-
-        They aren't necessary if this order is known and no parameter has a gradient yet: any
-        gradient that exists after this backward pass was then computed in it.
-        """
+        """Register the hooks that record the order in which gradients are computed, if necessary."""
+        # not necessary if it is known and no parameter has a gradient: any gradient after this
+        # backward pass was then computed in it
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
@@ -264,7 +258,7 @@ class Exchange:
         """Prepare for a backward pass that starts, or that reaches more outputs.
 
         `sync` and `batch` are the arguments of `watch` for these outputs. Raises RequestError if
-        another wrapped model in this backward pass has some of the same parameters.
+        another wrapped model in this backward pass shares parameters.
         """
         task = backward_number()
         begins = _open.get(self) != task
@@ -288,11 +282,8 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Record the parameters whose gradients were computed, and whether any got several.
-
-        A parameter gets several gradients in a backward pass if reentrant checkpoints share its
-        layer.
-        """
+        """Record the parameters whose gradients were computed, and whether any got several."""
+        # reentrant checkpoints that share a layer give it several gradients in a backward pass
         if not self._hooks:
             self._came = {id(each) for each in self.parameters if each.grad is not None}
             return
@@ -305,11 +296,8 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
-        """Send buckets that are complete.
-
-        Called when the gradient that is expected last in `bucket` is computed. If buckets can't be
-        sent during this backward pass, the gradients are only copied into the bucket.
-        """
+        """Send complete buckets; called when the last gradient expected in `bucket` is computed."""
+        # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
@@ -320,11 +308,8 @@ class Exchange:
             bucket.gather()
 
     def _send_complete(self) -> None:
-        """Send the complete buckets, in an order that is the same on all ranks.
-
-        If another model that began earlier in this backward pass still has
-        buckets to send, send none.
-        """
+        """Send the complete buckets, in an order that is the same on all ranks."""
+        # none while another model that began earlier in this backward pass has buckets to send
         for other in _open:
             if other is self:
                 break
@@ -350,12 +335,10 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the tail of a bucket: whether buffers have changed, and sometimes a few weights.
-
-        Weights are included in one of EVERY sums, so that ranks can compare them. The first rank
-        multiplies its weights by the number of other ranks, and the others by -1, so equal weights
-        add up to 0 in the sum. The tail also has the sum of their magnitudes.
-        """
+        """Write the tail of a bucket: whether buffers have changed, and sometimes a few weights."""
+        # Weights are included in one of EVERY sums, for ranks to compare. The first rank multiplies
+        # its own by the number of other ranks, and the others by -1, so equal weights add up to 0.
+        # The tail also has the sum of their magnitudes.
         if self._compares:
             self._common.add_changes(tail[:1])
         turn, left = divmod(self.sums, EVERY)
@@ -384,11 +367,8 @@ class Exchange:
         self.held.close()
 
     def _wait(self) -> None:
-        """Wait for the sum of gradients, if the backward pass has started one.
-
-        Then use its result: read the tail, learn the order of gradients after the first sum, and
-        broadcast the buffers that change.
-        """
+        """Wait for the sum of gradients, if the backward pass has started one, and use it."""
+        # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
@@ -414,10 +394,9 @@ class Exchange:
     def _learn_order(self, seen: list[int]) -> None:
         """Create new buckets, in the order in which the first rank's gradients were computed.
 
-        All ranks use this order. `seen` has the ids of the parameters in the order on this rank.
-        From now on, buckets are sent before the backward pass ends, unless a parameter got several
-        gradients on some rank.
+        `seen` has the ids of the parameters in this rank's order.
         """
+        # from now on, buckets are sent early, unless a parameter got several gradients on some rank
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
             dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())])
@@ -456,10 +435,8 @@ class Exchange:
         self._listen()
 
     def close(self) -> None:
-        """Finish the backward pass of a part.
-
-        Only needed with `single_rank`; otherwise `_finish_pass` has done it.
-        """
+        """Finish the backward pass of a part."""
+        # with other ranks, `_finish_pass` has done it
         if self.single_rank:
             self._armed = False
             self.held.merge()
@@ -472,8 +449,7 @@ class Exchange:
     def fail(self) -> None:
         """Abandon a pass that ran out of memory: discard its gradients, except final ones.
 
-        Final gradients are complete, and may have been sent already, so the retry leaves them
-        unchanged; see `EarlierGradients`.
+        Final gradients are complete, and may have been sent; see `EarlierGradients`.
         """
         _open.pop(self, None)
         self._note_arrived()
@@ -493,10 +469,8 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """Finish the backward pass with the number `task` for all models in it.
-
-    All models send their remaining buckets before any model waits for its sum.
-    """
+    """Finish the backward pass with the number `task` for all models in it."""
+    # all models send their remaining buckets before any waits for its sum
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
         exchange._finish_pass()
@@ -511,7 +485,7 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the parameters whose gradients evener sums over the ranks, by id.
+    """Return the ids of the parameters whose gradients evener sums over the ranks.
 
     The value is True if the parameter's exchange has completed a sum before.
     """
@@ -537,8 +511,8 @@ def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
 def _forget_failed_passes() -> None:
     """Reset the exchanges in backward passes that ended with an error.
 
-    An exchange that had sent some of the gradients is marked as broken. Nothing is done inside
-    a backward pass.
+    An exchange that had sent some gradients is broken for good. Nothing is done inside a backward
+    pass.
     """
     if backward_number() != -1:
         return

@@ -23,9 +23,9 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 class LinkSums(NamedTuple):
     """The latency and bandwidth of all-reduces between ranks.
 
-    `bytes_per_second` counts the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
-    each all-reduce over n ranks, as in nccl-tests. `wrong` describes how the result of an
-    all-reduce differed from the expected one; it is "" for correct results.
+    - `bytes_per_second`: data that crosses a link, counted as in nccl-tests: 2 (n - 1) / n times a
+      tensor's bytes for each all-reduce over n ranks.
+    - `wrong`: how the result of an all-reduce differed from the expected one; "" if it didn't.
     """
 
     latency_seconds: float
@@ -44,10 +44,9 @@ class LinkMember:
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Join the process group of `world` ranks.
+        """Join the process group of `world` ranks, which meet through the file at the path `file`.
 
-        The ranks find each other through the file at the path `file`. Collectives fail after a
-        timeout of `seconds`.
+        Collectives fail after a timeout of `seconds`.
         """
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -60,7 +59,7 @@ class LinkMember:
     def measure(self, members: tuple[int, ...]) -> LinkSums:
         """Measure the link between the ranks in `members`, which include this process's rank.
 
-        All of these ranks have to call this method at once.
+        All of these ranks have to call this at once.
         """
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
@@ -70,8 +69,7 @@ class LinkMember:
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
     """Measure the link between the members of a group; all members have to call this at once.
 
-    `rank` and `members` are global ranks, not ranks within the group. `device` is
-    this rank's device.
+    `rank` and `members` are global ranks. `device` is this rank's device.
     """
 
     def add_up(tensor: Any) -> None:
@@ -92,11 +90,11 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Check an all-reduce of whole numbers, and return a message if its result is wrong.
+    """Check an all-reduce of whole numbers; return a message if its result is wrong, else "".
 
-    Return "" if the result is correct. `add_up` all-reduces a tensor in place. Each rank sends a
-    different pattern of `size` numbers, whose sums are exact in float32.
+    `add_up` all-reduces a tensor in place. `size` is the number of values.
     """
+    # each rank sends a different pattern, whose sums are exact in float32
     numbers = torch.arange(size, device=device)
 
     def pattern(sender: int) -> Any:

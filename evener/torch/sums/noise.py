@@ -32,11 +32,11 @@ class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
     The result is equal on all ranks. `window` collects the samples, and one in `every` sums is
-    sampled. `begin` is called for each batch, with each rank's number of rows (empty if unknown)
-    and the number of weight updates. A loop may fetch a batch before it has trained the previous
-    one. Therefore `note` is also called in each backward pass, with the batch of that pass if it is
-    known.
+    sampled.
     """
+
+    # A loop may fetch a batch before it has trained the previous one. So besides `begin` for each
+    # batch, `note` is called in each backward pass, with its batch if known.
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
         self.window = window or NoiseWindow()
@@ -58,7 +58,7 @@ class RankNoise:
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch: save its sizes; the previous batch's sample can be read from now on.
 
-        `sizes` has each rank's number of rows, or is empty if unknown. `updates` is the number of
+        `sizes` are the ranks' numbers of rows, or empty if unknown. `updates` is the number of
         weight updates before this batch.
         """
         if self._sample is not None:
@@ -70,7 +70,7 @@ class RankNoise:
     def note(self, batch: Any) -> None:
         """Record the batch to which the gradients of the current backward pass belong.
 
-        The attribute `sizes` of `batch` has each rank's number of rows.
+        `batch.sizes` are the ranks' numbers of rows.
         """
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
@@ -83,7 +83,7 @@ class RankNoise:
     def send(self, group: Any) -> None:
         """Start the all-reduce for sum_i n_i |g_i|^2 once all gradients are sent.
 
-        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i. `group` has
+        g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i. `group` are
         the ranks that sum gradients.
         """
         if self._is_sampled():
