@@ -98,7 +98,7 @@ def _read_address(url: str) -> str:
 
 
 def _choose_prefix() -> str:
-    """Return the prefix of the keys of a new store in the launcher's file, such as evener/group/0."""
+    """Return the prefix of a new store's keys in the launcher's file, such as evener/group/0."""
     # Each process group needs a new prefix, because the file still has the addresses of the
     # previous group. Groups are numbered in order of creation, which is the same in all of their
     # processes. A child process adds its parent's number, as in evener/group/1/0. Stores without a

@@ -1,8 +1,8 @@
 """The audits of a training run with a plan: compare gradients of a few rows, whole and in parts.
 
-An audit checks that shares don't change what the model learns. It runs after the step's own
-backward pass, when its activations are freed, and before the optimizer uses the gradients, which
-the audit doesn't change.
+An audit checks that shares don't change what the model learns. It runs after the step's backward
+pass, when its activations are freed, and before the optimizer uses the gradients, which the audit
+doesn't change.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ class RankVerdict(msgspec.Struct):
 class TrainingAudits:
     """Runs the audits of a training run on one rank, and compares their results with other ranks'.
 
-    Every rank has to call each method equally often, because ranks compare their results.
-    `training` is the PlannedTraining.
+    Every rank has to call each method equally often. `training` is the PlannedTraining.
     """
 
     def __init__(self, training: Any) -> None:
@@ -177,10 +176,8 @@ class TrainingAudits:
 
     @property
     def have_agreed(self) -> bool:
-        """True once ranks have compared an audit, and no difference is waiting for confirmation.
-
-        A difference that may come from rounding is confirmed by the next audits.
-        """
+        """True once ranks have compared an audit, and no difference is waiting for confirmation."""
+        # a difference that may come from rounding is confirmed by the next audits
         return self._compared and not self._doubted
 
     @property
@@ -191,16 +188,16 @@ class TrainingAudits:
     def report(self, fault: str) -> None:
         """Send the other ranks the result of a check that isn't one of these audits.
 
-        `fault` is the reason why shares have to become equal; it is empty if the check passed.
+        `fault` is the reason why shares have to become equal, or "".
         """
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
         """Count `batch` unless it is already counted; return True if an audit is due for it.
 
-        This method also compares the ranks' results of earlier audits. On a single device that
-        computes a batch at once, no audit is ever due.
+        This also compares the ranks' results of earlier audits.
         """
+        # a single device that computes a batch at once needs no audit
         if self._is_single_device:
             return False
         if batch is not self._batch or batch is None:
@@ -216,8 +213,7 @@ class TrainingAudits:
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Make the next audit due if this loss comes from new operations or changed settings.
 
-        This method is called when the program calls backward on a loss. `made_of` identifies the
-        loss's operations, and `caller` is the frame that calls backward.
+        `made_of` identifies the loss's operations. `caller` is the frame that calls backward.
         """
         if self.judge.over:
             return
@@ -249,11 +245,10 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Run an audit before the first step, and return a message if it finds a difference.
+        """Run an audit before the first step; return a message if it finds a difference, else "".
 
-        `find` runs the audit, or returns None if there is nothing to audit. A message is also
-        returned if the loss of a few rows can't be computed for the comparison. Otherwise the
-        result is "".
+        `find` runs the audit, or returns None if there is nothing to audit. If the loss can't be
+        computed again, the message says so.
         """
         fault = ""
 
@@ -282,11 +277,13 @@ class TrainingAudits:
     ) -> None:
         """Audit the batch that a library's trainer has computed, if an audit is due.
 
-        Every rank has to call this method in each step, before its optimizer uses the gradients.
-        `find` runs the audit. Its argument is True if the audit is to add noise to weights whose
-        values are all equal. `function` is the program's function that computes the loss, and
-        `holders` are objects whose attributes the function reads. If these attributes change,
-        another audit is due. Raises RequestError if the gradients differ.
+        Every rank has to call this in each step, before its optimizer uses the gradients. Raises
+        RequestError if the gradients differ.
+
+        - `find`: runs the audit. Its argument is True to add noise to weights whose values are all
+          equal.
+        - `function`: the program's function that computes the loss.
+        - `holders`: objects whose attributes it reads; if these change, another audit is due.
         """
         if self._is_single_device:
             return
@@ -310,10 +307,9 @@ class TrainingAudits:
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss of a batch that `Split.step` has computed, if an audit is due.
 
-        `compute(part)` returns a part's mean loss. `counted(part)` returns the count by which this
-        loss is weighted; if it is None, the loss is weighted by the part's number of rows. Every
-        rank has to call this method after the batch's passes. Raises RequestError if the gradients
-        differ.
+        `compute(part)` returns a part's mean loss. `counted(part)` returns the count that weights
+        it; None weights it by rows. Every rank has to call this after the batch's passes. Raises
+        RequestError if the gradients differ.
         """
         training = self._training
         self.close()
@@ -348,11 +344,11 @@ class TrainingAudits:
         rows: int,
         make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
-        """Check that a pass which ran out of memory can be divided into parts of up to `rows` rows.
+        """Check that a pass that ran out of memory may be cut into parts of up to `rows` rows.
 
-        `compute(part)` returns the loss of a part, and `part` is the pass. `make_sketcher` returns
-        the GradientSketcher if a library's trainer computes the pass. Raises RequestError, on this
-        rank only, if the gradients of the parts don't add up to the gradient of the whole pass.
+        `part` is the pass, and `compute(part)` returns the loss of a part. `make_sketcher` returns
+        the GradientSketcher for a library's trainer. Raises RequestError, on this rank only, if the
+        parts' gradients don't add up to the pass's.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
@@ -400,7 +396,7 @@ class TrainingAudits:
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
         """Record how the program's loop computes a batch's first part, if an audit is due.
 
-        `part` is yielded by `Split.parts`, and `counted` is its argument `count`.
+        `part` is from `Split.parts`, and `counted` is that method's argument `count`.
         """
         weights = self._training.weights
         self.close()
@@ -417,8 +413,7 @@ class TrainingAudits:
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit a loss on which the program's loop has called backward.
 
-        `recorder` has recorded how the loss was computed. Raises RequestError if the gradients
-        differ.
+        `recorder` has recorded its computation. Raises RequestError if the gradients differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
@@ -440,10 +435,8 @@ class TrainingAudits:
         self._decide(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the loss of a batch's first part.
-
-        The result is sent to the other ranks after the last part, by `end_parts`.
-        """
+        """Audit the loss of a batch's first part."""
+        # `end_parts` sends the result to the other ranks after the last part
         if recorder.losses > 1 or recorder.rows < 2:
             return
         record = self._trace(recorder, loss)
@@ -453,10 +446,8 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or if its parts kept the padding of the whole batch.
-
-        With that padding, the audit can't show whether other padding would change the loss.
-        """
+        """Warn if a loss couldn't be audited, or its parts only with the whole batch's padding."""
+        # with that padding, the audit can't show whether other padding would change the loss
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -464,10 +455,8 @@ class TrainingAudits:
             self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the other ranks the result of a part's audit, after the batch's last pass.
-
-        It isn't sent earlier, because other ranks may still wait in the all-reduce of gradients.
-        """
+        """Send the other ranks the result of a part's audit, after the batch's last pass."""
+        # not earlier, because other ranks may still wait in the all-reduce of gradients
         self.close()
         found, self._pending = self._pending, None
         if found is not None:
@@ -476,8 +465,7 @@ class TrainingAudits:
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of how a loss was computed from its batch.
 
-        If the loss can't be computed again from the record, return the reason as a part of a
-        message.
+        If it can't be computed again, return the reason as a part of a message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange values before its backward pass"
@@ -494,9 +482,8 @@ class TrainingAudits:
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
         """Audit a recorded loss, which the program had multiplied by `factor` on this rank.
 
-        `counted` returns the count by which a part's mean loss is weighted; if it is None, the
-        loss is weighted by rows. If the loss can't be computed again or memory ran out, the
-        result's `audited` is None.
+        `counted` returns the count that weights a part's mean loss; None weights by rows. The
+        result's `audited` is None if the loss can't be computed again, or if memory ran out.
         """
 
         weights = self._training.weights
@@ -528,11 +515,8 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return several choices of a few rows of the current batch, in the order to try them.
-
-        The rows of the first choice are fetched from the data set if possible. The rows of the
-        other choices are cut from the batch.
-        """
+        """Return several choices of a few rows of the current batch, in the order to try them."""
+        # fetched from the data set if possible, then cut from the batch
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.by_length:
@@ -545,10 +529,8 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of which weights the models have, and which of them are trained.
-
-        If it changes, another audit is due.
-        """
+        """Return a digest of which weights the models have, and which of them are trained."""
+        # another audit is due if it changes
         models = self._training.weights.models
         for each in models:
             if each not in self._members:
@@ -562,11 +544,9 @@ class TrainingAudits:
         return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
-        """True if the training run has nothing that can be audited.
-
-        There are three such cases: one device computes each batch in one pass, ranks synchronize in
-        each pass, or there is no model.
-        """
+        """True if the training run has nothing that can be audited."""
+        # one device computes each batch in one pass, ranks synchronize in each pass, or there is no
+        # model
         weights = self._training.weights
         return self._is_single_device or weights.equal_passes or not weights.models
 
@@ -575,10 +555,10 @@ class TrainingAudits:
     ) -> FewRows | None:
         """Return a few rows of the current batch on this rank's device; None if that fails.
 
-        `taken` is the current batch as its loader yielded it; None without a loader. The rows are
-        fetched from the data set if possible, and are then the same on every rank. Otherwise they
-        are cut from `batch` or from the batch of `record`.
+        `taken` is the batch as its loader yielded it; None without a loader. `batch`, or the batch
+        of `record`, is cut if the rows can't be fetched from the data set.
         """
+        # fetched rows are the same on every rank
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
         same = record is not None or (
@@ -629,8 +609,8 @@ class TrainingAudits:
     ) -> GradientSketcher:
         """Return a GradientSketcher for these models and other tensors that `optimizers` train.
 
-        It computes gradients of a few rows for an audit, without counting as a part of the training
-        step. `options` are passed to GradientSketcher.
+        Its passes don't count as a part of the training step. `options` are passed to
+        GradientSketcher.
         """
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -659,7 +639,7 @@ class TrainingAudits:
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
         """Return a few rows of a data set on this rank's device; None if there are too few.
 
-        `numbers` are the indices of the rows to choose from, and `collate` makes a batch of rows.
+        `numbers` are the indices of the rows to choose from. `collate` makes a batch of rows.
         """
         if not self.row and len(numbers):
             self.row = summarize_row(dataset, collate, numbers[0])
@@ -667,10 +647,8 @@ class TrainingAudits:
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Return a context in which gradient exchanges ignore backward passes.
-
-        An audit's backward passes must not be all-reduced.
-        """
+        """Return a context in which gradient exchanges ignore backward passes."""
+        # an audit's backward passes must not be all-reduced
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -686,10 +664,9 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference is the gradient on one device. If the program's own launcher is the reference,
-        it is the mean over devices with equal parts instead. The other gradient is computed by
-        shares: on two devices, or on one if the training run has only one. It is computed in passes
-        if the plan has passes.
+        The reference is one device or, for the program's own launcher, the mean over devices with
+        equal parts. The other computation is by shares on two devices (one if the run has only
+        one), in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)
@@ -725,13 +702,14 @@ class TrainingAudits:
     def _decide(
         self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Send this rank's result to the other ranks without waiting, and act on the result.
+        """Send this rank's result to the other ranks without waiting, and act on it.
 
-        Depending on the result, this rank warns, raises RequestError or asks for equal shares.
-        `numbers` are the numbers used in the loss, if known. `survives` is True if the audited
-        passes may be retried in smaller passes after memory runs out. Such a retry needs no further
-        check if this audit found no difference.
+        - `numbers`: the numbers used in the loss, if known.
+        - `survives`: True if the audited passes may be retried in smaller ones after memory runs
+          out.
         """
+        # the action is a warning, RequestError or a request for equal shares; a retry needs no
+        # further check if this audit found no difference
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
@@ -754,10 +732,8 @@ class TrainingAudits:
             self._warn_once(f"{verdict.message} {verdict.remedy}")
 
     def _publish(self, own: RankVerdict) -> None:
-        """Write this rank's verdict to the store, for the other ranks to read.
-
-        The other ranks usually audit the same step, so all verdicts on that step can be compared.
-        """
+        """Write this rank's verdict to the store, for the other ranks to read."""
+        # they usually audit the same step, so all verdicts on it can be compared
         training = self._training
         if not self._can_exchange:
             return
@@ -795,12 +771,9 @@ class TrainingAudits:
             self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _compare_verdicts(self) -> None:
-        """Read and compare the results of earlier audits that all ranks have written.
-
-        They are read READ_AFTER steps after an audit. By then all ranks have written them: each
-        step in between has an all-reduce, which no rank completes before the others take part in
-        it.
-        """
+        """Read and compare the results of earlier audits that all ranks have written."""
+        # READ_AFTER steps after an audit, all ranks have written: each step in between has an
+        # all-reduce, which no rank completes before the others take part
         for step, keys in list(self._published.items()):
             if self.judge.step < step + READ_AFTER:
                 continue
@@ -830,10 +803,7 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if the differences may come from a count of rows that wasn't recognized.
-
-        Such a count is a number in the loss that depends on the number of rows.
-        """
+        """Warn if the differences may come from a number in the loss that counts rows unnoticed."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -859,11 +829,8 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks have different reference gradients of the same rows.
-
-        The result is None if there is no difference. If a difference may come from rounding, the
-        result is also None, and the next audits measure rounding.
-        """
+        """Return a verdict if ranks' gradients of the same rows differ, else None."""
+        # for a difference that may come from rounding, the next audits measure rounding
         if len({each.rows for each in every}) > 1:
             return None
         sketches = [each.sketch for each in every if each.sketch is not None]
@@ -885,9 +852,9 @@ class TrainingAudits:
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
         """Warn if ranks compute their losses with different numbers.
 
-        `every` has the numbers of each rank, in the order in which its loss uses them. Nothing is
-        compared if some ranks have used more numbers than others.
+        `every` has the numbers of each rank, in the order in which its loss uses them.
         """
+        # not compared if some ranks have used more numbers than others
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -916,8 +883,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
     """Return the verdicts that ranks have written under these keys of the store.
 
-    The result is empty until all ranks have written their verdicts, or if the rank that hosts the
-    store has exited.
+    The result is empty until all have written, and if the rank that hosts the store has exited.
     """
     store = default_store()
     try:
@@ -929,7 +895,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights of one of the models, and so its gradients."""
+    """True if another library shards the weights, and so the gradients, of one of the models."""
     return any(map(is_sharded, models))
 
 
@@ -939,7 +905,7 @@ def make_share_computations(
     """Return the computations of a few rows on one device and on two devices, for an audit.
 
     `loss(part)` returns the mean loss of a part, over rows or over the items that `counted(part)`
-    counts. Each of the two devices computes passes of up to `micro` rows; 0 means a single pass.
+    counts. The two devices compute passes of up to `micro` rows; 0 means a single pass.
     """
     computation = partial(_make_computation, loss, counted)
     whole = computation([few.whole], [few.rows], 0)
@@ -959,8 +925,8 @@ def make_launcher_computations(
 ) -> Computations:
     """Return the computations of a few rows under the program's own launcher and by shares.
 
-    Under the program's own launcher, the gradient is the mean over equal parts.
-    `make_share_computations` explains the arguments.
+    The launcher's gradient is the mean over equal parts. See `make_share_computations` for the
+    arguments.
     """
     made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -983,11 +949,8 @@ def make_launcher_computations(
 
 
 def add_unweighted(computations: Computations) -> Computations:
-    """Return the computations of a loss that is a sum over rows.
-
-    All parts of such a loss have the same weight. If there is a difference, the search for its
-    cause leaves out the causes that only apply to a mean.
-    """
+    """Return the computations of a loss that is a sum over rows: all parts weigh the same."""
+    # causes that only apply to a mean are left out
     trained = computations.changes["sum"].trained
     changes = {"sum": AuditChange(trained)}
     collated = computations.changes.get("collation")
@@ -1001,10 +964,9 @@ def add_unweighted(computations: Computations) -> Computations:
 def weigh_gradients(computations: Computations, scale: float) -> Computations:
     """Return the computations with weighted gradients instead of weighted losses.
 
-    Gradients are weighted after the backward pass, as in the program's own loops. `scale` is the
-    number of audited rows divided by the number of rows in the batch, so that a row has the same
-    weight in a backward pass as in the training run.
+    `scale` is the number of audited rows divided by the rows of the batch.
     """
+    # so a row has the same weight in a backward pass as in the training run
 
     def weigh(computation: Computation) -> Computation:
         return [msgspec.structs.replace(each, scale=scale) for each in computation]
@@ -1034,8 +996,8 @@ def _make_computation(
 ) -> Computation:
     """Return the computation in which each of `batches` is computed on its own device.
 
-    `sizes` has their numbers of rows. Each batch is computed in passes of up to `micro` rows; 0
-    means a single pass. Losses are weighted by rows or, if `counted` isn't None, by its counts.
+    `sizes` are their numbers of rows. Passes have up to `micro` rows; 0 means a single pass. Losses
+    are weighted by rows or, if `counted` isn't None, by its counts.
     """
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):
@@ -1072,11 +1034,8 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a part, computed from a shallow copy of its batch.
-
-    The copy is needed because a part is computed more than once, and the program may remove items
-    from the batch.
-    """
+    """Return the loss of a part, computed from a shallow copy of its batch."""
+    # a part is computed more than once, and the program may remove items from the batch
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)
     return loss(own)

@@ -77,10 +77,10 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 class Sketch(msgspec.Struct):
     """Random sums of each tensor's gradient over some rows, by tensor name, and the loss.
 
-    Each sum adds up the gradient's elements with random signs. Its standard deviation is the
-    norm of the gradient, so the differences between the sums of two sketches estimate the
-    distance of the two gradients. `kinds` are the tensors' types, such as "float32". A tensor
-    without a gradient isn't included.
+    A sum adds up the gradient's elements with random signs. Its standard deviation is the
+    gradient's norm, so the differences between two sketches' sums estimate the distance of the
+    gradients. `kinds` are the tensors' types, such as "float32". Tensors without a gradient aren't
+    included.
     """
 
     sums: dict[str, tuple[float, ...]] = {}
@@ -101,11 +101,12 @@ class Sketch(msgspec.Struct):
 class GradientDifference(msgspec.Struct, frozen=True):
     """The largest difference between two gradients.
 
-    - `name` is the tensor whose gradients differ most. It is LOSS if gradients can't be computed,
-      so that only losses are compared, and "" if the difference can't be measured in numbers.
-    - `relative` is the difference relative to the gradient's size.
-    - `allowed` is the maximum relative difference that rounding may cause.
-    - `reference` and `trained` are the norms of both gradients, and `losses` both losses.
+    - `name`: the tensor whose gradients differ most; LOSS if only losses are compared, "" if there
+      are no numbers.
+    - `relative`: the difference relative to the gradient's size.
+    - `allowed`: maximum relative difference that rounding may cause.
+    - `reference`, `trained`: norms of both gradients.
+    - `losses`: both losses.
     """
 
     name: str
@@ -123,8 +124,9 @@ def compare(
 
     - Without `repeats`, the allowed rounding is the floor of the tensor's type, or more if the
       tensor's gradient is very small beside the largest one.
-    - With `repeats`, the allowed rounding is at least SAFETY times the rounding that they show.
-    - If the reference isn't finite, return None.
+    - With `repeats`, it is at least SAFETY times the rounding that they show.
+
+    Return None if the reference isn't finite.
     """
     return _compare(reference, trained, find_noises(reference, repeats))
 
@@ -139,9 +141,9 @@ def _compare(
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
     """True if the losses of two sketches differ by no more than rounding.
 
-    `repeats` are further computations of the reference. The allowed rounding is computed as in
-    `compare`, but with a lower floor.
+    `repeats` are further computations of the reference.
     """
+    # the allowed rounding is computed as in `compare`, but with a lower floor
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
     precision = LOSS_SAFETY * max(map(floor, reference.kinds.values()), default=0.0)
@@ -153,9 +155,9 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference of the tensor whose gradients differ most.
 
-    Tensors are compared by their differences divided by the rounding that is allowed for them.
-    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if all
-    gradients are 0 or missing.
+    Differences are divided by the rounding that is allowed for the tensor. `noises` is the result
+    of `find_noises`. Return None if the reference isn't finite, or if all gradients are 0 or
+    missing.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -175,7 +177,7 @@ def _compare_tensor(
 ) -> GradientDifference | None:
     """Return the difference between two gradients of the tensor `name`; None if both are 0.
 
-    `largest` is the norm of the largest gradient of the reference, and `noises` is the result of
+    `largest` is the norm of the reference's largest gradient. `noises` is the result of
     `find_noises`.
     """
     sizes = reference.size(name), trained.size(name)
@@ -199,10 +201,10 @@ def floor(kind: str) -> float:
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
     """Return the relative difference that rounding alone causes between repeats, by tensor name.
 
-    A tensor's difference is estimated from a few random sums, which may be small by chance.
-    Therefore a difference below the median over all tensors is raised to the median. The
-    result is empty without repeats.
+    The result is empty without repeats.
     """
+    # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
+    # least the median over all tensors
     if not repeats:
         return {}
     largest = max(map(reference.size, reference.sums), default=0.0)
@@ -218,11 +220,10 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
     """Return the norm by which a tensor's difference is divided, to make it relative.
 
-    A gradient that is 0 except for rounding, such as the gradient of a bias before a softmax,
-    has no meaningful norm: its rounding is a fraction of the summed terms, which are as large
-    as other tensors' gradients. Therefore the result is at least SMALL times `largest`, the
-    norm of the largest gradient.
+    It is at least SMALL times `largest`, the norm of the largest gradient.
     """
+    # A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
+    # meaningful norm: its rounding is a fraction of the summed terms, which are as large as others.
     return max(one.size(name), other.size(name), SMALL * largest)
 
 
@@ -247,12 +248,12 @@ def compare_ranks(
 ) -> GradientDifference | None:
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
-    `every` has the sketch of each rank. The weights are the same on all ranks, so a difference
-    comes from something else that the loss uses, or from rounding, because ranks may have different
-    kinds of devices. Without `noises`, a difference is therefore only a reason to measure each
-    rank's rounding by `find_noises`. With `noises`, the results of these measurements, a difference
-    counts if it is more than rounding causes on any rank. Return None if no difference counts.
+    `every` has the sketch of each rank. `noises` are the ranks' results of `find_noises`; without
+    them, a difference is only a reason to measure these. Return None if no difference exceeds the
+    rounding.
     """
+    # The weights are the same on all ranks. So a difference comes from something else that the loss
+    # uses, or from rounding on different kinds of devices.
     rounding: dict[str, float] = {}
     for own in noises:
         for name, noise in own.items():
@@ -278,10 +279,9 @@ class Action(Enum):
 class Audits:
     """Decides in which steps a training run is audited, and what follows from each audit.
 
-    A difference that isn't rounding has one of three consequences. With `evens` (`evener
-    run`), shares are made equal for the rest of the run. With `strict`, or in the first EARLY
-    steps, the training ends with an error. Otherwise a warning is shown. After any of them,
-    there are no more audits.
+    With `evens` (`evener run`), a difference makes shares equal for the rest of the run. With
+    `strict`, or in the first EARLY steps, it ends the training with an error. Otherwise a warning
+    is shown. After any of them, there are no more audits.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
@@ -298,8 +298,7 @@ class Audits:
     def begin(self, signature: Hashable = None) -> bool:
         """Count a step; return True if the step is to be audited.
 
-        `signature` is any hashable object that changes with the program. A step with a
-        new signature is audited.
+        A step with a new `signature`, a hashable object that changes with the program, is audited.
         """
         self.step += 1
         if self.over:
@@ -313,9 +312,9 @@ class Audits:
     def sees(self, signature: Hashable) -> bool:
         """Record a signature; return True if it is new, so that the current step must be audited.
 
-        Only the first 32 signatures are recorded, so that a signature which changes in every step
-        doesn't cause an audit in every step.
+        Only the first 32 signatures are recorded.
         """
+        # otherwise one that changes in every step would cause an audit in every step
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
         self._signatures.add(signature)
@@ -342,8 +341,8 @@ class Audits:
     def decide_by(self, differs: bool) -> Action:
         """Return what to do after this step's audit.
 
-        `differs` is True if any rank found a difference. After step 64, a difference first has to
-        be confirmed by an audit of the next step.
+        `differs` is True if any rank found a difference. After step 64, the next step's audit has
+        to confirm it.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:
@@ -429,12 +428,10 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the key in CAUSES of the likeliest cause of a difference.
+    """Return the key in CAUSES of the likeliest cause of a difference; "rows" if none is found.
 
-    `answers` has a function for each cause that can be tested. Each function recomputes the
-    gradient on the training path with one thing changed, and returns True if the change
-    removes the difference. The functions are called in the order of CAUSES until one returns
-    True. Return "rows" if none does.
+    `answers` has a function per cause, which recomputes the gradient without the cause, and returns
+    True if the difference is gone. They are called in the order of CAUSES.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -451,10 +448,10 @@ def describe(
 ) -> str:
     """Return a message with the size of a difference and its likely cause.
 
-    - `cause` is the likely cause, or its key in CAUSES.
-    - `rows` are the numbers of rows of the parts, or empty if two ranks differ.
-    - `step` is the number of the step in which the difference was found.
-    - `reference` describes how the reference computes the rows, such as AT_ONCE.
+    - `cause`: the likely cause, or its key in CAUSES.
+    - `rows`: numbers of rows of the parts; empty if two ranks differ.
+    - `step`: number of the step in which the difference was found.
+    - `reference`: how the reference computes the rows, such as AT_ONCE.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
@@ -493,8 +490,8 @@ def find_unequal(
     """Return the first name whose values differ between ranks, with its lowest and highest values.
 
     `every` has, for each rank, a few values for each buffer and for each number that enters the
-    loss. Values are equal if their relative difference is at most `near`. Names that some ranks
-    don't have aren't compared. Return None if all values are equal.
+    loss. Values may differ by the fraction `near`. Only names that all ranks have are compared.
+    Return None if all values are equal.
     """
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:

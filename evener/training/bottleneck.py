@@ -1,9 +1,9 @@
 """Find what limits a training run's steps: the ranks' compute time (own work), hosts or input.
 
-Moving rows between ranks makes steps faster only if the slowest rank then computes fewer rows in
-less time. It doesn't help if a GPU waits for its host to start kernels, or if a rank waits for rows
-that other processes fetch. If a CPU is shared with other programs, its speed changes within
-seconds, so more evidence is needed.
+Moving rows between ranks helps only if the slowest rank then computes fewer rows in less time. It
+doesn't help if a GPU waits for its host to start kernels, or if a rank waits for rows that other
+processes fetch. The speed of a CPU that is shared with other programs changes within seconds, so
+more evidence is needed.
 
 This module has no side effects.
 """
@@ -39,10 +39,10 @@ class RankTimes(NamedTuple):
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     """Return what limits the steps, from the medians of each rank in `ranks`.
 
-    "shared core" means that the slowest rank's compute time is long because other programs use its
-    cores. Only waiting for other threads or processes counts as "input": if the training loop
-    prepares its rows itself, that time is part of its rank's compute time.
+    "shared core" means that other programs use the slowest rank's cores. Only waiting for other
+    threads or processes counts as "input".
     """
+    # rows that the training loop prepares itself are a part of its compute time
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
     if last.input_s > INPUT_PART * last.step_s:
         return "input"
@@ -57,8 +57,8 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
     """Return the minimum number of windows of `window_s` seconds before shares may change.
 
-    The result is from 2 to 64. It is 0 if the host or the input is the bottleneck, because other
-    shares wouldn't help.
+    It is from 2 to 64, but 0 if the host or the input is the bottleneck: other shares wouldn't
+    help.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

@@ -17,10 +17,8 @@ STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit this process with `code` from any thread, after flushing its output and logs.
-
-    Exit handlers aren't run, because they would wait for the main thread, which is stuck.
-    """
+    """Exit this process with `code` from any thread, after flushing its output and logs."""
+    # exit handlers would wait for the main thread, which is stuck
     with suppress(Exception):  # the user's handler may fail
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -32,8 +30,8 @@ def end_process(code: int) -> NoReturn:
 def last_error() -> BaseException | None:
     """Return the uncaught exception that ended the program; None if there is none.
 
-    Exit handlers call this to find out how the program ended. The result is also None in an
-    interactive session, which continues after an exception.
+    It is for exit handlers. In an interactive session, which continues after an exception, it is
+    None.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -47,11 +45,12 @@ _listens = Event()  # set once a thread of this process handles Ctrl-C
 def end_when_stuck() -> None:
     """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
 
-    Python runs its signal handler only once the call returns, and an NCCL call that waits for other
-    ranks' GPUs may never return. Therefore a thread exits the process with code 130 if the handler
-    hasn't run within 10 s. If nothing can be installed now, because this isn't the main thread or
-    another library has set a wakeup fd, a later call tries again.
+    The process exits with code 130 if Python's signal handler hasn't run within 10 s. If this can't
+    be installed now, a later call tries again.
     """
+    # Python runs the handler only once the call returns, and an NCCL call that waits for other
+    # ranks' GPUs may never return. It can't be installed outside the main thread, or beside another
+    # library's wakeup fd.
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
     if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):
         return

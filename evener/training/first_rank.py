@@ -1,9 +1,9 @@
 """Start the first rank of a program by itself; other ranks wait until it creates a process group.
 
-Therefore a script for one GPU runs only once, and a launcher that the program itself starts has the
-devices to itself. The environment variables show whether evener started a rank. If the program
-itself has started the rank by a launcher, they name another rank, another number of ranks or
-another elastic run (a run of PyTorch's elastic agent).
+So a script for one GPU runs only once, and a launcher that the program itself starts has the
+devices to itself. The environment variables show whether evener started a rank: for a rank of
+another launcher, they have another rank, number of ranks or elastic run (of PyTorch's elastic
+agent).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def release_others() -> None:
 def wait_for_release(path: str, rank: int) -> None:
     """Wait until the file `path` exists, which means that the other ranks may start.
 
-    Rank 0 doesn't wait; it writes its process id to a file beside `path`. If rank 0 exits without
-    releasing the others, this process exits with code 0.
+    Rank 0 doesn't wait; it writes its process id beside `path`. If it exits without releasing the
+    others, this process exits with code 0.
     """
     first = Path(f"{path}.first")
     if rank == 0:

@@ -37,8 +37,8 @@ WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devic
 def ask_for_processes(why: str) -> None:
     """Exit with code `WANTS_PROCESSES` so that evener launch starts one process per device.
 
-    A message with the reason `why` is printed first. Does nothing if evener launch can't do that,
-    or if this process wasn't launched by it.
+    A message with the reason `why` is printed first. Does nothing if evener launch didn't start
+    this process, or can't start others.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -48,9 +48,8 @@ def ask_for_processes(why: str) -> None:
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
     """Return the plan file to train with; None if neither the script nor evener launch names one.
 
-    A plan that the script names (`named`) has priority over the plan of evener launch. There is one
-    exception: if both are the same plan and devices have been lost since the launch, the plan for
-    the remaining devices is returned.
+    The script's plan (`named`) has priority. But after the loss of devices, the plan for the
+    remaining ones replaces the launched plan.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -68,9 +67,9 @@ def launched_device() -> str:
 def rendezvous_file(address: str) -> str | None:
     """Return the rendezvous file that replaces `address` (HOST:PORT) for this host's processes.
 
-    Return None if the processes meet at the port instead, or if another launcher started this
-    process, because its rendezvous may have the same address.
+    Return None if they meet at the port, or if another launcher started this process.
     """
+    # its rendezvous may have the same address
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
         return None
@@ -99,8 +98,7 @@ def restart_reason() -> str:
 def find_host(hosts: Iterable[str]) -> str:
     """Return this machine's name among a plan's hosts; empty if none or several match.
 
-    If EVENER_HOST is set, its value is returned. Otherwise the plan's hosts are compared with the
-    machine's host name, and then with its addresses.
+    EVENER_HOST has priority. Otherwise the machine's host name is compared, then its addresses.
     """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
@@ -138,10 +136,8 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """True if an error was probably caused by a failing device rather than by the script.
-
-    Errors such as running out of memory or a device-side assert are the script's.
-    """
+    """True if an error was probably caused by a failing device rather than by the script."""
+    # running out of memory and device-side asserts are the script's
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 
@@ -149,7 +145,7 @@ def is_device_error(error: BaseException) -> bool:
 def abort_if_lost(error: BaseException) -> None:
     """Abort this process if evener launch started it and `error` is a device error.
 
-    An abort makes the launcher treat the device as lost and continue on the other devices.
+    The launcher then treats the device as lost and continues on the others.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

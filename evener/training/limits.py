@@ -1,9 +1,9 @@
 """What limits the speed of a training run: parts of a step, remedies and their expected gains.
 
-A limit is a part of the step's time that a remedy can shorten, such as waiting for input. A search
-and a training run measure these parts differently, and both use this module. Measured parts may
-overlap: for example, a host that is starved of cores also delays input. Overlaps are removed, so
-that the limits of one step never add up to more than the step.
+A limit is a part of the step's time that a remedy can shorten, such as waiting for input. Searches
+and training runs measure these parts differently, and both use this module. Measured parts may
+overlap: a host that is starved of cores also delays input. Overlaps are removed, so that the limits
+never add up to more than the step.
 
 This module has no side effects.
 """
@@ -41,7 +41,7 @@ class LimitKind(StrEnum):
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
         """Create a member with the string value `value`.
 
-        `meaning` and `usual_remedy` are texts that are shown to the user.
+        `meaning` and `usual_remedy` are texts for the user.
         """
         member = str.__new__(cls, value)
         member._value_ = value
@@ -129,10 +129,9 @@ class LimitKind(StrEnum):
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit of a training run's speed, with a remedy and its expected gain.
 
-    `gain`, `gain_low` and `gain_high` are relative to the current samples/s: 0.5 is 50 % more. `by`
-    names the cause of the limit, such as a rank, a program or a link; it is empty if the cause is
-    unknown. The limits of a step don't overlap, so the sum of their `share` is at most 1. The rest
-    of the step is compute time (own work) and parts under 5 %.
+    Gains are relative to the current samples/s: 0.5 is 50 % more. `by` names the cause, such as a
+    rank, a program or a link; "" if unknown. The limits of a step don't overlap. The rest of the
+    step is compute time (own work) and parts under 5 %.
     """
 
     kind: LimitKind
@@ -149,13 +148,11 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured part of a step that a remedy can shorten.
+    """A part of a step's time that a remedy can shorten.
 
-    `without_s` is the duration of a step without the part, if that was measured. Otherwise the
-    remedy is expected to shorten the step by `seconds` times `spared`. The usual remedy may leave
-    up to `remaining_s` of the part, or add that much to the step. This time is unknown for other
-    remedies, so the gain's interval doesn't include it. A part isn't reported if `remaining_s`
-    would reduce its gain to less than 5 %.
+    A remedy is expected to save `seconds` times `spared`, unless a step without the part was
+    measured (`without_s`). A part isn't reported if `remaining_s` would reduce its gain to less
+    than 5 %.
     """
 
     kind: LimitKind
@@ -174,20 +171,20 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
     """Return half of the 95 % interval of a part that takes `seconds` of a step.
 
-    The result is the smaller of two bounds. One is the fraction `relative` of the part. The other
-    is the fraction `left` of the rest of the step, which is what remains when a remedy removes the
-    part. The rest was measured, too, and its error limits the error of the part.
+    It is the smaller of two bounds: the fraction `relative` of the part, and the fraction `left` of
+    the rest of the step.
     """
+    # the rest was measured, too, so its error limits the part's
     return min(relative * seconds, left * max(0.0, step_s - seconds))
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
-    Overlaps of the parts are removed first. A part is a limit if it takes at least 5 % of the step
-    and the lower bound of its gain is at least `least_gain`. The gain follows from the part's
-    duration or, if a step without the part was measured, from that step's duration.
+    Overlaps of the parts are removed first. A part is a limit if it takes at least 5 % of the step,
+    and the lower bound of its gain is at least `least_gain`.
     """
+    # the gain follows from the part's duration, or from that of a step without it, if measured
     if step_s <= 0:
         return ()
     own = divide_step(step_s, tuple(parts))
@@ -203,12 +200,12 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps, so that their sum is at most the step.
 
-    - Time in which threads get no core is subtracted from the other parts in proportion, because it
-      slows them all. Only parts of the `APART` kinds keep their time.
-    - Time that a device loses to heat, power or a neighbour is subtracted from the part that the
-      device's unequal work causes.
-    - If the parts are still longer than the step, they are shortened to fit. Starved threads and
-      `APART` kinds have priority, then the largest parts.
+    - Time in which threads get no core is subtracted from the other parts in proportion, except
+      from `APART` kinds.
+    - Time that a device loses to heat, power or a neighbour is subtracted from the part for its
+      unequal work.
+    - Parts that are still too long are shortened. Starved threads and `APART` kinds have priority,
+      then the largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -222,11 +219,8 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts without the time in which threads had no core.
-
-    That time slows all parts, so each of them is shortened by the same fraction. Parts of the kind
-    `HOST_STARVED`, and of the kinds in `APART`, keep their time.
-    """
+    """Return the parts without the time in which threads had no core."""
+    # it slows all parts by the same fraction, except `HOST_STARVED` and the kinds in `APART`
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -238,11 +232,8 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return a part of a step's time without what its device lost to heat, power or a neighbour.
-
-    Only the time lost by unequal work is shortened. It includes those losses, because the other
-    devices wait for a slowed device. Other parts are returned unchanged.
-    """
+    """Return the part without what its device lost to heat, power or a neighbour."""
+    # only unequal work includes such losses, because the other devices wait for a slowed device
     if part.kind is not LimitKind.UNEQUAL:
         return part
     slowed_s = sum(each.seconds for each in parts if each.kind in SLOWED and each.by == part.by)
@@ -272,7 +263,7 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the minimum gain of a limit of this kind; limits with a smaller gain aren't reported.
+    """Return the minimum gain of a limit of this kind; limits with less aren't reported.
 
     The lower bound of a limit's gain is compared with it.
     """
@@ -290,8 +281,7 @@ class _RemainingTime(NamedTuple):
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
     """Return how long a step of `step_s` seconds is expected to take after the remedy for `part`.
 
-    The result is `part.without_s` if that was measured. Otherwise it is estimated from the part's
-    duration.
+    It is `part.without_s` if that was measured, and otherwise estimated from the part's duration.
     """
     if part.without_s is not None:
         error_s = part.without_error_s
@@ -325,8 +315,8 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 def _gain(step_s: float, left_s: float) -> float:
     """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
 
-    A gain of 0.5 means 50 % more. It is never negative, because a remedy that slows the
-    training run needn't be applied.
+    A gain of 0.5 means 50 % more. It is never negative.
     """
+    # a remedy that slows the training run needn't be applied
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

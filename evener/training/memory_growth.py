@@ -1,11 +1,11 @@
 """Predict how many rows fit in a rank's memory, from measured peaks.
 
 The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
-on the rows, and activations do. With only one measured size, all memory is assumed to grow with the
-rows, which overestimates. With several sizes, per_row is the steepest slope to the peak at the
-largest size. That slope is too flat if the peak at a smaller size was too high, for example because
-a loss was checked in that step. Therefore per_row is also at least the memory that isn't held
-between steps, divided by the rows.
+on the rows, and activations do. With one measured size, all memory is assumed to grow with the
+rows, which overestimates. With several, per_row is the steepest slope to the peak at the largest
+size. That slope is too flat if a smaller size's peak was too high, for example because a loss was
+checked in that step. So per_row is at least the memory that isn't held between steps, divided by
+the rows.
 
 This module has no side effects.
 """

@@ -157,7 +157,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide this rank's rows of a batch into the planned passes, weighted in the rank's mean loss."""
+    """Divide this rank's rows of a batch into the planned passes, with their weights."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -294,10 +294,9 @@ class Passes:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return an error of the current part as text if the part can be computed again, otherwise
-        "".
+        """Return an error of the current part as text if the part can be computed again.
 
-        `error` was raised in the caller's `with part:` block.
+        Otherwise return "". `error` was raised in the caller's `with part:` block.
         """
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)

@@ -57,11 +57,10 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those parameters that belong to modules, before an optimizer applies their
-        gradients.
+        """Return those parameters that belong to modules.
 
-        Raises RequestError if a parameter in no module has a gradient of this rank's rows only.
-        Every rank has to call this.
+        `parameters` are those whose gradients an optimizer is about to apply. Raises RequestError
+        if one in no module has a gradient of this rank's rows only. Every rank has to call this.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]

@@ -325,8 +325,9 @@ class BatchWeights(BatchTracker):
         return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the number of passes that each rank needs for a batch without rows assigned by
-        length.
+        """Return the number of passes that each rank needs for a batch.
+
+        The batch must not have rows assigned by length.
         """
         return [
             max(1, count_passes(*each))

@@ -79,7 +79,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `compute` that raises CollectiveError if the call started a collective."""
+    """Return a wrapper of `compute` that raises CollectiveError if it starts a collective."""
     # the other ranks may not call `compute`, so they wouldn't take part
 
     def checked(*arguments: Any) -> Any:

@@ -248,7 +248,9 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register the hooks that record the order in which gradients are computed, if necessary."""
+        """Register the hooks that record the order in which gradients are computed."""
+        # not necessary if it is known and no parameter has a gradient: any gradient after this
+        # backward pass was then computed in it
         # not necessary if it is known and no parameter has a gradient: any gradient after this
         # backward pass was then computed in it
         if not self._hooks and (self._order is not None or self.has_gradients()):
@@ -485,9 +487,9 @@ def is_in_backward(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of the parameters whose gradients evener sums over the ranks.
+    """Return the ids of the parameters in evener's exchanges.
 
-    The value is True if the parameter's exchange has completed a sum before.
+    The value of an id is True if the parameter's exchange has completed a sum.
     """
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {

@@ -130,12 +130,9 @@ class RankNoise:
         return "" if found is None else describe(found, self._batch, self.steps)
 
     def _is_sampled(self) -> bool:
-        """True if this step is sampled.
-
-        One of `every` steps is sampled, except in three cases: the weights weren't updated since
-        the last sum, the batches of the step don't have the same rows on each rank, or fewer than
-        two ranks have rows.
-        """
+        """True if this step is sampled: one of `every`, unless its sums aren't comparable."""
+        # not if the weights weren't updated since the last sum, the step's batches have different
+        # rows on a rank, or fewer than two ranks have rows
         if (
             self.steps % self.every or self._updates == self._summed_at
         ):  # gradients are added to an earlier sum
@@ -154,10 +151,8 @@ class RankNoise:
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the norm of gradients, accumulated in float32 or wider, as a tensor on their device.
-
-    It is computed in one kernel, because launching several might delay the step.
-    """
+    """Return the norm of gradients, accumulated in float32 or wider, on their device."""
+    # in one kernel, because launching several might delay the step
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
@@ -169,11 +164,8 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error to raise if the noise scale is requested and `library` sums the gradients.
-
-    The noise scale can't be measured then: it compares the gradients of ranks, which only the
-    library sees before they are summed.
-    """
+    """Return the error to raise if a noise scale is requested and `library` sums the gradients."""
+    # it compares the ranks' gradients, which only the library sees before they are summed
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
         f"noise scale.",
