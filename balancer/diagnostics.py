@@ -336,7 +336,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
         wanted = assign_terms(terms, nodes)
     except EvenerError as fault:
         return (Check("ray cluster", "problem", fault.message, fault.remedy),)
-    agents, lost = _start([node for node in nodes if node.host in wanted])
+    agents, lost = _start_agents([node for node in nodes if node.host in wanted])
     hosts = [agent.host for agent in agents]
     calls = [agent.begin("call", describe_host, agent.host, hosts) for agent in agents]
     reports: dict[str, HostReport] = {}
@@ -354,7 +354,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
     )
 
 
-def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
+def _start_agents(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
     """Start an agent on each node; return the agents, and a failed check for each other node."""
 
     def start(node: Node) -> Agent | Check:

@@ -62,7 +62,7 @@ def make_job(request: Request) -> Job:
         found.driver,
     )
     check_problem(job.problem)
-    _check_fit(job, settings)
+    _check_supported_options(job, settings)
     return msgspec.structs.replace(job, notes=_find_notes(job))
 
 
@@ -77,7 +77,7 @@ def read_job(header: Header) -> Job:
     return header.job
 
 
-def _check_fit(job: Job, settings: object) -> None:
+def _check_supported_options(job: Job, settings: object) -> None:
     """Raise RequestError for options that the devices or the framework don't support."""
     request = job.request
     devices = job.devices
@@ -91,7 +91,7 @@ def _check_fit(job: Job, settings: object) -> None:
     if request.engine != "auto":
         _check_engine(request.engine, job.framework, devices)
     if find_objective(request.objective).needs_energy:
-        _check_meters(devices, job.machine)
+        _check_energy_meters(devices, job.machine)
     _check_writable(settings)
 
 
@@ -127,7 +127,7 @@ def _check_writable(settings: object) -> None:
         ) from None
 
 
-def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
+def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> None:
     """Raise RequestError if the objective needs energy and a device can't report it."""
     for position, device in enumerate(devices):
         if device.on_cpu:
@@ -366,7 +366,7 @@ def _sort_families(
     possible = []
     notes = []
     for family in families:
-        reason = _why_impossible(resolved, family, placements)
+        reason = _why_family_impossible(resolved, family, placements)
         if reason:
             notes.append(f"Left out: {reason}.")
         else:
@@ -435,7 +435,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     )
 
 
-def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
+def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
     """Return a clause that says why no layout of a family can be measured; "" if one can."""
     traits = family.traits
     machine = resolved.machine

@@ -274,7 +274,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
             f"{path}: line 1 isn't a header.", "The file is not a journal, or was changed."
         )
     entries = tuple(
-        _checked(entry, header, f"{path}: line {number}", foreign)
+        _check_against_header(entry, header, f"{path}: line {number}", foreign)
         for number, entry in enumerate(rest, 2)
     )
     return JournalContents(header, entries, len(content) - len(incomplete))
@@ -341,7 +341,7 @@ def _check_schema(text: bytes, path: Path) -> None:
             raise RequestError(message, "Update evener on this machine.")
 
 
-def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
+def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
     """Return the entry, or raise RequestError if it is a second header or doesn't fit the devices.
 
     `where` names the file and line in the error.
@@ -350,14 +350,14 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)
         )
-    if not _is_sound(entry, header):
+    if not _has_right_lengths(entry, header):
         raise RequestError(
             f"{where} doesn't fit the run's devices.", _explain_broken_line("that line", foreign)
         )
     return entry
 
 
-def _is_sound(entry: LaterEntry, header: Header) -> bool:
+def _has_right_lengths(entry: LaterEntry, header: Header) -> bool:
     """True if an entry's sequences have lengths that fit each other and the number of devices."""
     # the decoder has already checked single values
     devices = len(header.devices)

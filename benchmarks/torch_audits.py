@@ -43,7 +43,7 @@ from evener.torch import Split, training_audits
 from evener.torch.audit import step as step_audit
 from evener.torch.audit.compute import GradientSketcher, Piece
 from evener.torch.audit.quick import KnownPasses
-from evener.torch.audit.rows import FEWER, ROWS, FewRows, cut_few
+from evener.torch.audit.rows import FEWER, ROWS, FewRows, choose_few_rows
 from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors
 from evener.torch.audit.step import Computations, audit
 from evener.training.audit import (
@@ -190,7 +190,7 @@ def _print_part(step_seconds: float, more: Mapping[str, float], waits: bool) -> 
 
 def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> FewRows:
     """Copy a few rows of a loader's batch to the device, without waiting for the copy."""
-    few = cut_few(read, len(read[0]), most=most)
+    few = choose_few_rows(read, len(read[0]), most=most)
     assert few is not None
 
     def move(rows: Any) -> Any:
@@ -231,7 +231,7 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
         if gradients:
             torch.autograd.grad(made, list(model.parameters()))
 
-    note("rows", lambda: cut_few(few.whole, few.rows))
+    note("rows", lambda: choose_few_rows(few.whole, few.rows))
     note("names of tensors", lambda: name_tensors([model]))
     note("open", open_sketcher)
     with sketcher.open():
@@ -317,7 +317,7 @@ def audit_decoder(
             with autocast if mode == "autocast" else nullcontext():
                 loss = loss_of_texts(model, batch)
             loss.backward()
-            few = cut_few(batch, rows, most=ROWS if count % 2 == 0 else FEWER)
+            few = choose_few_rows(batch, rows, most=ROWS if count % 2 == 0 else FEWER)
             assert few is not None
             known = KnownPasses() if count % 2 == 0 else known
             alarms += not audit_rows(model, partial(loss_of_texts, model), few, known=known)
@@ -380,7 +380,7 @@ def _audit_program(name: str, amp: bool, audits: int, seconds: float, device: st
             with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
                 made = program.loss(trained, batch)
             made.backward()
-            few = cut_few(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
+            few = choose_few_rows(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
             assert few is not None
             known = KnownPasses() if count % 2 == 0 else known
             alarms += not audit_rows(model, partial(program.loss, trained), few, known=known)
@@ -662,7 +662,7 @@ def measure_work() -> None:
         return loss(batch)
 
     def audit_some(most: int) -> None:
-        few = cut_few(read, 16, most=most)
+        few = choose_few_rows(read, 16, most=most)
         assert few is not None
         audit_rows(model, count_pass, few, known=known)
 

@@ -182,11 +182,12 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
         return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as error:
         raise RequestError(
-            f"{_explain(str(error), table, where)}.", "Correct that line of the file."
+            f"{_explain_decoding_error(str(error), table, where)}.",
+            "Correct that line of the file.",
         ) from None
 
 
-def _explain(message: str, table: Any, where: str) -> str:
+def _explain_decoding_error(message: str, table: Any, where: str) -> str:
     """Return msgspec's error message, preceded by the table, the key and its value."""
     text, _, path = message.partition(" - at `$")
     seen = table
@@ -310,7 +311,7 @@ class SimulatedSource:
         self._lock = threading.Lock()
         self._states = [
             _State(
-                _LoadMeter(self._load(position, 0.0, 0), self._builder.clock()),
+                _LoadMeter(self._make_load(position, 0.0, 0), self._builder.clock()),
                 AMBIENT_CELSIUS + 3,
                 0.0,
                 random.Random(f"{seed}/{device.id}"),
@@ -335,7 +336,7 @@ class SimulatedSource:
             rate = share / self.machine.device_seconds(position, share, False)
         with self._lock:
             self._states[position].meter.change(
-                self._load(position, rate, share), self._builder.clock()
+                self._make_load(position, rate, share), self._builder.clock()
             )
 
     def sample(self) -> Snapshot:
@@ -344,14 +345,14 @@ class SimulatedSource:
         with self._lock:
             loads = [state.meter.read(now) for state in self._states]
             together = sum(load.samples_per_second > 0 for load in loads) > 1
-            samples = [self._sample(i, load, together) for i, load in enumerate(loads)]
+            samples = [self._sample_device(i, load, together) for i, load in enumerate(loads)]
         notes = ("Simulated devices: every reading is computed, none is measured.",)
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
         """Do nothing, because this source holds nothing open."""
 
-    def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
+    def _make_load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
         """Return the load of a device that trains at this rate, with `share` samples per step."""
         physics = self.machine.devices[position]
         busy = 0.0
@@ -367,7 +368,7 @@ class SimulatedSource:
             samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes
         )
 
-    def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
+    def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """Return one device's sample for this load.
 
         `together` is True if several devices train.

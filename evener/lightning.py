@@ -472,12 +472,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """
 
         # has an entry after this step's audit, because LBFGS calls the closure several times
-        looked = list[None]()
+        audited = list[None]()
 
         def compute() -> Any:
             result = closure()
-            if not looked and self.lightning_module.automatic_optimization:
-                looked.append(None)
+            if not audited and self.lightning_module.automatic_optimization:
+                audited.append(None)
                 self._audit_step()
             trained = [
                 each

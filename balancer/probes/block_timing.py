@@ -141,7 +141,7 @@ class BlockTimer:
             return 0
         if not self._steps:
             return self._count_block_steps(self._windows[-1]) if self._windows else 1
-        return 0 if self._over() and not self._start_again() else self._block_steps()
+        return 0 if self._over() and not self._start_second_round() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
         """True if the first warm-up step took all of the probe's time, so it is the only timed
@@ -157,7 +157,7 @@ class BlockTimer:
         self._windows.append(block)
         if len(self._windows) == 1 and block.step_seconds > self._seconds and not self._whole:
             self._blocks.append(block)
-        elif self._steady():
+        elif self._is_warmed_up():
             self._steps = self._count_block_steps(block)
             if self._steps_asked:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
@@ -168,7 +168,7 @@ class BlockTimer:
         Return None before the second timed block.
         """
         clean = self._list_undisturbed()
-        return interval_of(clean) if len(clean) > 1 else None
+        return step_time_interval(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
         """Return the duration of a step with its warnings; None if nothing was timed.
@@ -178,7 +178,7 @@ class BlockTimer:
         clean = self._list_undisturbed()
         if not clean:
             return None
-        step = interval_of(clean, self._first_seconds)
+        step = step_time_interval(clean, self._first_seconds)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
         return StepTiming(
             step, steps, _mean_own_seconds(clean), self._warnings(clean, step), mean_parts(clean)
@@ -194,7 +194,7 @@ class BlockTimer:
         # the time of a short block is imprecise, so the number grows in limited steps
         return max(1, min(wanted, 16 * last.steps))
 
-    def _steady(self) -> bool:
+    def _is_warmed_up(self) -> bool:
         """True if the last two windows agree, or if the warm-up has used up its time."""
         windows = self._windows
         if len(windows) < 2:
@@ -215,7 +215,7 @@ class BlockTimer:
             self._slow_start = gap
         return over
 
-    def _start_again(self) -> bool:
+    def _start_second_round(self) -> bool:
         """Start a second round if the first one drifted or was throttled; True if it starts."""
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
@@ -255,7 +255,7 @@ class BlockTimer:
         clean = self._list_undisturbed()
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
-        return relative_half_width(interval_of(clean)) <= TIGHT or (
+        return relative_half_width(step_time_interval(clean)) <= TIGHT or (
             part >= TOO_IMPRECISE_FROM and _stays_too_imprecise(clean, part)
         )
 
@@ -278,7 +278,7 @@ class BlockTimer:
         disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
         capped = sum(block.capped * block.wall_seconds for block in clean) / spent
         half = relative_half_width(step)
-        drift, drifts = _drift(means)
+        drift, drifts = _find_drift(means)
         longest = max(means) / median(means)
         judged = (
             (MeasurementDoubt("slow_start", self._slow_start), self._slow_start > 0),
@@ -331,7 +331,7 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
-def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
+def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
     """Return the mean step time of timed blocks in seconds, with its 95 % interval.
 
     The value is total time divided by total steps, so blocks may differ in length. The interval is
@@ -410,7 +410,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
     )
 
 
-def _drift(means: Sequence[float]) -> tuple[float, bool]:
+def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
     """Return the relative change from the earlier to the later half, and whether it exceeds the
     noise.
 

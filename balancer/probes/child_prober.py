@@ -131,7 +131,7 @@ class ChildProber:
 
         def drive(probe: Probe) -> None:
             try:
-                results.put((probe, self._observe(probe, running[probe], stop)))
+                results.put((probe, self._run_probe(probe, running[probe], stop)))
             except BaseException as error:
                 results.put((probe, error))
             self._running.discard(probe)
@@ -168,7 +168,7 @@ class ChildProber:
         self._hosts.close()
         self._idle.clear()
 
-    def _observe(
+    def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
         """Run a probe on idle or new children; return its observation, or None if the session
@@ -212,9 +212,9 @@ class ChildProber:
         self._hosts.wait_for_drivers(key.active, stop)
         group = self._take_idle(key)
         try:
-            short_bytes = self._measure_short(key, group is None)
+            short_bytes = self._measure_memory_of_others(key, group is None)
             if group is None:
-                group = self._start(key, progress, stop)
+                group = self._start_children(key, progress, stop)
             row_tokens = fmean(self._facts.lengths or (0,))
             measurement = Measurement(
                 probe,
@@ -228,7 +228,7 @@ class ChildProber:
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
         except GroupError as error:
-            if group is not None and not self._keep_recovered(key, group, error):
+            if group is not None and not self._keep_recovered_children(key, group, error):
                 group.end()
             raise
         except BaseException:
@@ -239,7 +239,7 @@ class ChildProber:
         self._keep_children(key, group, seen, measurement.busy_cores, stop)
         return seen
 
-    def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
+    def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
         """Keep a failed probe's children if they have recovered from running out of memory; True if
         kept.
 
@@ -312,7 +312,7 @@ class ChildProber:
                         self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
             self._idle[key] = group
 
-    def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
+    def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold; 0 where unknown.
 
         `clean` is True if no child of this layout is running. Return an empty tuple if nothing is
@@ -339,14 +339,16 @@ class ChildProber:
         )
         return WARM_UP_SHARE if traced and group.fresh else 0
 
-    def _start(self, key: Layout, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
+    def _start_children(
+        self, key: Layout, progress: ProgressReporter, stop: threading.Event
+    ) -> ChildGroup:
         """Start the children of a layout, build the workload in them, and return their group.
 
         `key` is the layout without sizes. Raises GroupError if a child fails.
         """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
-        environments = [self._environment(devices, key) for devices in assigned]
+        environments = [self._child_environment(devices, key) for devices in assigned]
         ranks = map_ranks(self._resolved, key, environments, self._busy_cores)
         group = self._start_processes(assigned, environments, ranks)
         started = time.monotonic()
@@ -380,7 +382,7 @@ class ChildProber:
         Kills the group if the measurement fails, and raises its error.
         """
         try:
-            link = self._check_link(group, key, stop)
+            link = self._measure_all_reduce(group, key, stop)
             group.link_speed = link.bytes_per_second
             group.link_path = name_path([self._devices[i] for i in key.active])
         except BaseException:
@@ -390,7 +392,9 @@ class ChildProber:
             with self._lock:
                 self._facts = msgspec.structs.replace(self._facts, link=link)
 
-    def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
+    def _measure_all_reduce(
+        self, group: ChildGroup, key: Layout, stop: threading.Event
+    ) -> KnownLink:
         """Return the speed of an all-reduce between the ranks, as the slowest rank measured it.
 
         The speed is 0 if the workload doesn't measure it. Raises GroupError if the all-reduce hangs
@@ -417,7 +421,7 @@ class ChildProber:
             max((speed.latency_seconds for speed in speeds), default=0.0),
         )
 
-    def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
+    def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """Return the environment of a child on these devices.
 
         Raises GroupError if a child can't use these devices.
@@ -467,7 +471,7 @@ class ChildProber:
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()
             with suppress(HostLostError):
-                short_bytes = self._measure_short(key, True)
+                short_bytes = self._measure_memory_of_others(key, True)
             return OutOfMemory(
                 probe,
                 devices,

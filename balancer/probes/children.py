@@ -281,7 +281,7 @@ class ChildGroup:
         the failed rank can continue. A rank that is still silent then doesn't count as failed,
         unless its host was lost.
         """
-        replies, failures = self._collect(expected, seconds, stop)
+        replies, failures = self._collect_replies(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
         if failures:
             failures |= self._find_losses(silent)
@@ -292,7 +292,7 @@ class ChildGroup:
             raise GroupError(*failures.values(), silent=silent)
         return [replies[rank] for rank in range(len(self.children))]
 
-    def _collect(
+    def _collect_replies(
         self, expected: type[Reply], seconds: float, stop: threading.Event
     ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
         """Wait for all ranks, for up to `seconds`; return their replies and failures by rank."""

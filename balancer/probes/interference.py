@@ -299,7 +299,7 @@ class ProbeInterference:
         parts = block.parts
         if len(parts) == len(self._positions):  # each rank has one device
             parts = tuple(
-                _add_lost(part, block.wall_seconds, before.get(i), self._before.get(i))
+                _add_throttled_time(part, block.wall_seconds, before.get(i), self._before.get(i))
                 for i, part in zip(self._positions, parts, strict=True)
             )
         return msgspec.structs.replace(
@@ -330,7 +330,7 @@ class ProbeInterference:
         return found
 
 
-def _add_lost(
+def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
     """Return `part` with the seconds that the rank's device lost to reduced clocks in a block.

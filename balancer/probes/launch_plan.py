@@ -288,7 +288,7 @@ class MemoryBudget:
         tight = {
             position
             for position, need in needs.items()
-            if self._is_tight(position, need, wanted, idle)
+            if self._lacks_memory(position, need, wanted, idle)
         }
         return [key for key in others if tight.intersection(key.active)]
 
@@ -313,7 +313,7 @@ class MemoryBudget:
             (round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None
         )
 
-    def _is_tight(
+    def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
         """True if a GPU hasn't enough memory for a child while the idle children stay.

@@ -122,7 +122,7 @@ def measure_links(
     transports: Sequence[Transport] = [*TRANSPORTS] if on_gpus else ["as it is"]
     found: list[LinkMeasurement] = []
     for transport in transports:
-        for measurement in _measure_by(devices, sets, transport, program):
+        for measurement in _measure_over_transport(devices, sets, transport, program):
             report(measurement)
             if measurement.outcome != "ok" and measurement.ranks_met and transport == "as it is":
                 members = [device for device in devices if device.label in measurement.devices]
@@ -142,7 +142,7 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
     for transport, variables in TRANSPORTS.items():
         if not variables:
             continue
-        (measurement,) = _measure_by(devices, everyone, transport, program)
+        (measurement,) = _measure_over_transport(devices, everyone, transport, program)
         if measurement.outcome == "ok":
             return write_variables(variables)
     return ""
@@ -170,7 +170,7 @@ def write_variables(variables: Mapping[str, str]) -> str:
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
-def _measure_by(
+def _measure_over_transport(
     devices: Sequence[Device],
     sets: Sequence[tuple[int, ...]],
     transport: Transport,
@@ -194,7 +194,7 @@ def _measure_by(
             chosen = [devices[i] for i in members]
             labels = tuple(device.label for device in chosen)
             if group is None:
-                yield _try_alone(chosen, labels, transport, program)
+                yield _measure_with_new_processes(chosen, labels, transport, program)
                 continue
             try:
                 yield _describe(chosen, transport, group.measure(members))
@@ -208,7 +208,7 @@ def _measure_by(
             group.close()
 
 
-def _try_alone(
+def _measure_with_new_processes(
     devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
 ) -> LinkMeasurement:
     """Return the measurement of one set of devices, made with new processes."""
@@ -260,14 +260,14 @@ class LinkGroup:
 
     def _meet(self) -> None:
         everyone = range(len(self._ranks))
-        self._expect(RankReady, everyone, START_SECONDS, START, LATE_SECONDS)
+        self._receive_replies(RankReady, everyone, START_SECONDS, START, LATE_SECONDS)
         file = make_memory_file()
         world = len(self._ranks)
         until = time.monotonic() + JOIN_SECONDS
         for rank, process in enumerate(self._ranks):
             process.send(Join(file, rank, world, process.place, JOIN_SECONDS))
-        self._expect(Arrived, everyone, JOIN_SECONDS, JOIN)
-        self._expect(Joined, everyone, until - time.monotonic(), JOIN)
+        self._receive_replies(Arrived, everyone, JOIN_SECONDS, JOIN)
+        self._receive_replies(Joined, everyone, until - time.monotonic(), JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
         """Return the highest latency and the lowest rate that the ranks measured in an all-reduce.
@@ -277,7 +277,7 @@ class LinkGroup:
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))
-        replies = self._expect(Summed, members, SUM_SECONDS, END)
+        replies = self._receive_replies(Summed, members, SUM_SECONDS, END)
         return Summed(
             max(reply.latency_seconds for reply in replies),
             min(reply.bytes_per_second for reply in replies),
@@ -291,7 +291,7 @@ class LinkGroup:
         for process in self._ranks:
             process.wait()
 
-    def _expect(
+    def _receive_replies(
         self,
         kind: type[_Reply],
         members: Sequence[int],

@@ -162,7 +162,7 @@ class _SimulatedProbe:
         missing = self._missing()
         if missing:
             return self._failed(missing)
-        lost = self._lost(0.0)
+        lost = self._find_lost_device(0.0)
         if lost:
             return lost
         if layout.traits.placed:
@@ -170,7 +170,7 @@ class _SimulatedProbe:
             assert placement is not None, "a missing one has failed above"
             step = max(SHORTEST_STEP_SECONDS, placement.seconds(layout.global_batch))
             return self._timed(step, (None,) * len(layout.shares), ())
-        step, parts = self._physics()
+        step, parts = self._simulate_step()
         short = tuple(
             machine.short_bytes(i, self._start) if i in layout.active else 0
             for i in range(len(layout.shares))
@@ -204,7 +204,7 @@ class _SimulatedProbe:
             return "the simulated machine's model can't be sharded"
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
-    def _physics(self) -> tuple[float, tuple[float | None, ...]]:
+    def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
         """Return the seconds of a step and each device's compute time in it, without noise.
 
         The compute time is None for a device without rows.
@@ -238,18 +238,18 @@ class _SimulatedProbe:
         self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]
     ) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
-        watts = self._watts(step, parts)
+        watts = self._mean_watts(step, parts)
         elapsed = first = step * self._draw(noise, 1)
         timer = BlockTimer(self._probe.seconds, self._probe.whole, self._probe.steps, first)
         while True:
             steps = timer.next_steps()
             if not steps:
                 break
-            lost = self._lost(elapsed)
+            lost = self._find_lost_device(elapsed)
             if lost:
                 return lost
             slowed, slowest = self._slowed(elapsed)
-            held, own = self._hold_back(step, parts, elapsed)
+            held, own = self._throttle(step, parts, elapsed)
             wall = steps * held * self._draw(noise, steps)
             own = tuple(p and p * wall / held for p in own)
             timer.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
@@ -273,7 +273,7 @@ class _SimulatedProbe:
             watts=watts,
         )
 
-    def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
         """Return each device's mean power in watts, for a step of `step` seconds.
 
         `parts` has each device's compute time in the step. An unknown power is None. Return an
@@ -290,7 +290,7 @@ class _SimulatedProbe:
             found.append(None if other or device.power_watts is None else device.watts(busy, rate))
         return tuple(found) if any(found) else ()
 
-    def _hold_back(
+    def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
         """Return the durations that `step` and `parts` have while devices are throttled.
@@ -319,7 +319,7 @@ class _SimulatedProbe:
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
-    def _lost(self, elapsed: float) -> Failed | None:
+    def _find_lost_device(self, elapsed: float) -> Failed | None:
         """Return the probe's failure if one of its devices is lost by now; otherwise, None.
 
         `elapsed` is in seconds since the start of the probe.

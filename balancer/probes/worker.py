@@ -226,7 +226,7 @@ class Worker:
             raise MemoryError(shortage)
         rank, grouped = build.setup.rank, build.setup.world > 1
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
-        self._account(1, workload, build, timed=False)
+        self._check_loss_and_report(1, workload, build, timed=False)
         gc.collect()
         gc.freeze()  # live objects stay, so collections between blocks needn't visit them again
         return protocol.Prepared(first)
@@ -249,7 +249,7 @@ class Worker:
         gc.collect()
         memory = tuple(workload.max_memory_bytes()) or (None,)
         work = _subtract(workload.work(), before)
-        self._account(steps, workload, build)
+        self._check_loss_and_report(steps, workload, build)
         phases = workload.read_phases()
         return protocol.Ran(
             steps=steps,
@@ -280,7 +280,7 @@ class Worker:
             self._takers = name_competitors(before, self._use, server, starved.throttled_s, own=own)
         return self._takers
 
-    def _account(
+    def _check_loss_and_report(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
         """Check the loss after `steps` steps, and report the steps to the monitor.
@@ -303,13 +303,13 @@ class Worker:
         """Run `count` steps, wait for the devices, and return the seconds spent spinning."""
         if build.compute < 1:
             # spinning slows a CPU slice to its share of speed
-            return sum(self._slow_step(workload, build) for _ in range(count))
+            return sum(self._run_slowed_step(workload, build) for _ in range(count))
         for _ in range(count):
             workload.step()
         workload.synchronize()
         return 0.0
 
-    def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
+    def _run_slowed_step(self, workload: Workload, build: protocol.Build) -> float:
         """Spin to imitate a slower device, then run a step; return the seconds spent spinning."""
         # spinning comes first, because the other ranks then wait for this one as for a slow device
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))

@@ -79,7 +79,7 @@ def _explain_failures(
         )
     why = "; ".join((*failures, *_explain_shards(record)))
     if _fails_everywhere(seen):
-        why += _find_maker(header.workload, why)
+        why += _locate_workload(header.workload, why)
         return NoLayoutError(f"No layout could be measured: {why}.", CODE_REMEDY)
     memory = find_state_memory(record.facts, seen, header.devices, chosen=None)
     adapters = write_adapters(memory) if memory is not None else []
@@ -99,7 +99,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
     return len(raised) == len(seen) and len(errors) == 1
 
 
-def _find_maker(workload: str, why: str) -> str:
+def _locate_workload(workload: str, why: str) -> str:
     """Return text that names the workload's function and its line, to append to the message `why`.
 
     Return "" if the message already names a line of the user's file, or if the file can't be read.

@@ -398,7 +398,7 @@ def _describe_rival(
         paired=one.paired,
         trainings=layout.processes,
         knobs=layout.knobs,
-        why_not=_why_not(report, one),
+        why_not=_why_not_chosen(report, one),
         earlier_samples_per_second=max(
             [0.0, *(rate for rate in earlier if rate > one.throughput.value)]
         ),
@@ -406,7 +406,7 @@ def _describe_rival(
     )
 
 
-def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
+def _why_not_chosen(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
     """Return why a layout that is faster than the plan isn't the plan; None if it isn't faster."""
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
@@ -474,10 +474,12 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
     took, ideal = batch / chosen.throughput.value, batch / sum(alone)
     apart, sync = report.apart_seconds.get(chosen.layout), report.sync_seconds
     lost = took - ideal
-    return SumLoss(_find_cause(lost, (apart or 0.0) - ideal, sync or 0.0), part, lost, apart, sync)
+    return SumLoss(
+        _find_cause_of_lost_time(lost, (apart or 0.0) - ideal, sync or 0.0), part, lost, apart, sync
+    )
 
 
-def _find_cause(
+def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
     """Return the cause that explains most of the `lost` seconds of a step.

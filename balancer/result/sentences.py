@@ -198,7 +198,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
     # only the comparisons that make sense for this kind of plan
     if not verdict.rate.known:
         return
-    even = _find_even(verdict)
+    even = _find_even_split(verdict)
     if even is not None:
         over = "even by number of rows" if verdict.rate.tokens_per_second else "even"
         yield _write_gain(verdict, even, over)
@@ -220,7 +220,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
         yield f"each training takes {times:.1f} times as long"
 
 
-def _find_even(verdict: Verdict) -> Rival | None:
+def _find_even_split(verdict: Verdict) -> Rival | None:
     """Return the even split with which uneven shares are compared; None if there is none."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -554,7 +554,7 @@ def _samples(verdict: Verdict) -> str:
     return f"{verdict.chosen.global_batch} samples"
 
 
-def _describe_faster(verdict: Verdict) -> Iterator[str]:
+def _describe_faster_layouts(verdict: Verdict) -> Iterator[str]:
     """Yield the layouts that had more samples/s than the plan, and why they weren't chosen."""
     if not verdict.rate.known:
         return
@@ -710,7 +710,7 @@ def _write_percent_lost(gain: float) -> str:
 def _describe_packs(verdict: Verdict) -> Iterator[str]:
     """Yield how much slower the best pack and the best placement are than the plan."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
-    yield from _describe_losses(verdict, others)
+    yield from _describe_slower_layouts(verdict, others)
     # ties, and layouts that are too uncertain to compare, have sentences of their own
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
     unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
@@ -721,7 +721,7 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
         yield f"{join_words(unclear)} {verb} measured precisely enough to compare with it."
 
 
-def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
+def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
     """Yield how much slower than the plan the best layout of each other kind is."""
     said: set[str] = {verdict.chosen.kind}
     for one in others:
@@ -848,7 +848,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _describe_split_loss,
     _describe_sum_loss,
     _describe_idle_devices,
-    _describe_faster,
+    _describe_faster_layouts,
     _explain_plus_minus,
     _describe_earlier_rate,
     _describe_packs,

@@ -42,7 +42,7 @@ class Observations:
         self._final_by_stage: dict[Stage, list[Observation]] = {}
         # by device: the turn of the race or of the check before it, or -1; and the bytes that other
         # processes held in that turn
-        self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
+        self._others_bytes: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
         # devices that are no longer available, with a message that says why
         self.gone: dict[int, str] = {}
         # the exploration of sharded trainings, in the order of arrival
@@ -76,16 +76,18 @@ class Observations:
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
         """Record how many bytes of each device other processes hold."""
         probe = seen.probe
-        raced = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
+        race_turn = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         # a race's last turn counts, as memory may be free again; an observation after a check is as
         # recent as that check
-        turn = max(raced, probe.after)
-        both = zip(probe.layout.shares, seen.short_bytes, strict=False)
-        for position, (share, held_bytes) in enumerate(both):
-            if share or held_bytes:
+        turn = max(race_turn, probe.after)
+        shares_and_bytes = zip(probe.layout.shares, seen.short_bytes, strict=False)
+        for position, (share, others_bytes) in enumerate(shares_and_bytes):
+            if share or others_bytes:
                 # in exploration, the highest number counts, as those processes may use as much
                 # again
-                self._held[position] = max(self._held[position], (turn, held_bytes))
+                self._others_bytes[position] = max(
+                    self._others_bytes[position], (turn, others_bytes)
+                )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
         """True if other processes may still hold as much memory as when `seen` ran out of memory.
@@ -93,7 +95,7 @@ class Observations:
         Only the device at `position` counts. Also True if the memory of processes outside this
         session is unknown.
         """
-        return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
+        return not seen.short_bytes or seen.short_bytes[position] <= self._others_bytes[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
@@ -258,7 +260,7 @@ class Observations:
 
         Also True if one of these sizes is unknown.
         """
-        _, others_bytes = self._held[position]
+        _, others_bytes = self._others_bytes[position]
         if not others_bytes:
             return True
         used = seen.memory_bytes[position]
@@ -270,7 +272,7 @@ class Observations:
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
-        _, others_bytes = self._held[position]
+        _, others_bytes = self._others_bytes[position]
         return max(1, limit - others_bytes)
 
     # ------------------------------------------------------------------ failures and costs

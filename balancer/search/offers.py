@@ -73,7 +73,9 @@ class Offers:
             efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
         # one of the splits may use a single device, whose family wasn't requested
-        return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
+        return tuple(
+            _without_duplicates([one for one in found if one.family in self.options.wanted])
+        )
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
         """Yield a family's candidates; solo layouts and uneven splits after the first are extra."""
@@ -106,7 +108,7 @@ class Offers:
         return msgspec.structs.replace(candidate, layout=layout)
 
 
-def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+def _without_duplicates(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, except any that a measurement can't tell from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []

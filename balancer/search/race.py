@@ -132,7 +132,7 @@ class Race:
 
         A tie is a pair of layouts that the rest of the budget can't tell apart.
         """
-        rivals, tied = self._undecided(self.running, Stage.RACE)
+        rivals, tied = self._find_undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
@@ -141,7 +141,7 @@ class Race:
         """Return the first probe of the best candidate in `wanted`, if the budget allows it."""
         if not wanted:
             return ()
-        layout = min(wanted, key=self._priority).layout
+        layout = min(wanted, key=self._first_turn_key).layout
         knobs = self._knobs_seconds
         if not self._budget.affords(layout, Stage.RACE, reserved=knobs):
             return ()
@@ -155,7 +155,7 @@ class Race:
         seconds = self._budget.probe_seconds(layout, Stage.RACE, probes, reserved=reserved)
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
-    def _priority(self, one: Candidate) -> tuple[bool, float]:
+    def _first_turn_key(self, one: Candidate) -> tuple[bool, float]:
         """Return a candidate's sort key for its first turn; the lowest key is measured first."""
         comparable = [one]
         if not one.synchronous:
@@ -219,10 +219,10 @@ class Race:
             return list(rivals)
         if turn >= MOST_TURNS:
             return []
-        found, _ = self._undecided(rivals, stage, turn)
+        found, _ = self._find_undecided(rivals, stage, turn)
         return found
 
-    def _undecided(
+    def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
         """Return the rivals that deserve another turn, and whether the rest is a tie.

@@ -361,9 +361,11 @@ class Sharding:
         )
         if not isinstance(one, Timed):
             return msgspec.structs.replace(one, probe=probe)
-        return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one))
+        return msgspec.structs.replace(
+            one, probe=probe, memory_bytes=self._bytes_without_state(one)
+        )
 
-    def _without_state(self, one: Timed) -> tuple[int | None, ...]:
+    def _bytes_without_state(self, one: Timed) -> tuple[int | None, ...]:
         """Return the bytes that each device's rows took, without its part of the state.
 
         The value is None if the rows can't be told from the state.
@@ -576,7 +578,7 @@ class StateRoom:
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
-    def _left(self, rows: Sequence[float]) -> list[float]:
+    def _bytes_left(self, rows: Sequence[float]) -> list[float]:
         """Return how many bytes of the state each device can hold beside its rows.
 
         A value is negative if the rows themselves don't fit.
@@ -591,7 +593,7 @@ class StateRoom:
         return found
 
     def _fits(self, rows: Sequence[float]) -> bool:
-        left = self._left(rows)
+        left = self._bytes_left(rows)
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
@@ -599,7 +601,7 @@ class StateRoom:
         return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:
-        left = self._left(rows)
+        left = self._bytes_left(rows)
         least = 10.0**-DIGITS
         parts = [max(least, round(size / sum(left), DIGITS)) for size in left]
         largest = parts.index(max(parts))

@@ -66,7 +66,7 @@ class SoloStage:
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
-                due = self._worth_waiting(due)
+                due = self._devices_worth_waiting_for(due)
             if due and len(due) < len(self._live) and turn:
                 # the devices of the second round, or those that it left out: the others would wait
                 return self._round(self._fill_round(due), self._turn)
@@ -107,7 +107,7 @@ class SoloStage:
         # it ran out of memory before the second batch
         return self._is_new(one, self._small_batch(one))
 
-    def _worth_waiting(self, due: Batches) -> Batches:
+    def _devices_worth_waiting_for(self, due: Batches) -> Batches:
         """Return the devices whose second batches in `due` gain most per second of the next round.
 
         Return an empty dict if the round isn't worth its time, or the budget doesn't allow it.

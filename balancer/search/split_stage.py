@@ -52,15 +52,15 @@ class SplitStage:
         if first:
             return first
         wanted = self._next_split() if self._with_splits else None
-        found = self._probe(wanted or self._next_single())
+        found = self._make_probe(wanted or self._next_single())
         if found or wanted is None or self._machine.splits:
             return found
-        return self._probe(self._predictions.split_within(self._longest_first_step(wanted)))
+        return self._make_probe(self._predictions.split_within(self._longest_first_step(wanted)))
 
     def _least_seconds(self, wanted: Allocation) -> float:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
-    def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
+    def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
         """Return the probe of an allocation; None if `wanted` is None or the budget is too small.
 
         The probe must leave `after` seconds for later probes.
@@ -138,15 +138,15 @@ class SplitStage:
         single = self._predictions.fastest_single
         split = self._predictions.fastest_split
         if single is None or split is None:
-            return self._probe(single)
+            return self._make_probe(single)
         after = self._least_seconds(split)
         layout = self._predictions.layout(single)
         seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
         # there is also time for the split
         if self._budget.has_time(seconds, after):
-            return self._probe(single, after)
+            return self._make_probe(single, after)
         if single.samples_per_second > split.samples_per_second:
-            return self._probe(single)
+            return self._make_probe(single)
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:

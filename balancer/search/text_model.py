@@ -94,11 +94,11 @@ def fit_rates(
         [amount / size for amount in column] for column, size in zip(columns, sizes, strict=True)
     ]
     wanted = [value / error for value, error in zip(values, errors, strict=True)]
-    rates, missed = _nearest(units, wanted)
+    rates, missed = _solve_non_negative(units, wanted)
     return tuple(rate / size for rate, size in zip(rates, sizes, strict=True)), missed
 
 
-def _nearest(
+def _solve_non_negative(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
     """Return the rates >= 0 with the least |wanted - sum of rate * column|², and that residual.
@@ -109,7 +109,7 @@ def _nearest(
         return (), _dot(wanted, wanted)
     *others, last = columns
     # the last rate is 0: drop its column
-    without, missed = _nearest(others, wanted)
+    without, missed = _solve_non_negative(others, wanted)
     square = _dot(last, last)
     if square <= ROUNDING**2:
         # projections left nothing of a column that is collinear with later ones
@@ -121,7 +121,7 @@ def _nearest(
 
     # the last rate is positive: the residual is orthogonal to its column, so project the column out
     # of all others (Gram-Schmidt)
-    rates, less = _nearest(list(map(residual, others)), residual(wanted))
+    rates, less = _solve_non_negative(list(map(residual, others)), residual(wanted))
     explained = math.fsum(
         rate * _dot(last, column) for rate, column in zip(rates, others, strict=True)
     )

@@ -85,12 +85,12 @@ class TextStage:
     def _next_passes(self, position: int) -> Layout | None:
         """Return the next passes to measure on a device; None if their cost is known."""
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
-        for layout in self._passes(position):
+        for layout in self._list_passes_to_measure(position):
             if layout not in tried:
                 return layout
         return None
 
-    def _passes(self, position: int) -> Iterator[Layout]:
+    def _list_passes_to_measure(self, position: int) -> Iterator[Layout]:
         """Yield, in order, the passes over rows of one length that determine a device's cost."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]

@@ -109,7 +109,7 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
     ratio, rare = mean_ratio, 0.0
     timed = [[window for window in each if window.quick_s] for each in windows]
     if min(map(len, timed)) >= FEWEST_WINDOWS:
-        quick, error = _compare_quick((before, after), timed)
+        quick, error = _compare_quick_steps((before, after), timed)
         ratio = quick[1].value / quick[0].value
         rare = _find_rare(windows, quick) / quick[0].value
         rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step contains some of it
@@ -203,7 +203,7 @@ def _mean(
     return _Mean(value, student(len(blocks) - 1) * math.sqrt(inflated))
 
 
-def _compare_quick(
+def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
     """Return each training's seconds per sample in quick steps, and the error of the two's ratio.

@@ -45,7 +45,7 @@ def lock_run(folder: Path) -> ExitStack:
     `folder` is the run's folder. Raises RequestError if another process has the lock.
     """
     with ExitStack() as held:
-        holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
+        holder = _lock_own_file(held, folder / "lock", {"pid": os.getpid()})
         if holder is not None:
             raise RequestError(
                 f"The run {folder.name} is going on{_describe_note(holder)}.",
@@ -109,7 +109,7 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
         for device in devices:
             for unit in _lock_units(device):
                 path = folder / f"{blake2b(unit.encode(), digest_size=12).hexdigest()}.lock"
-                holder = _lock_own(held, path, {"pid": os.getpid(), "run": run})
+                holder = _lock_own_file(held, path, {"pid": os.getpid(), "run": run})
                 if holder is not None:
                     who = _describe_note(holder)
                     raise DeviceError(
@@ -132,7 +132,7 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
         return held.pop_all()
 
 
-def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
+def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
     """Lock one of this user's files until `held` is closed, and write `note` into it.
 
     Return the holder's note if another process has the lock; otherwise, None. Raises RequestError

@@ -253,7 +253,7 @@ def each_run() -> Iterator[RunSummary]:
     # trainings found so far: trainings by a plan are newer than its search
     trainings: Trainings = defaultdict(list)
     for run in reversed(_list_ids()):
-        yield _summarize(run, trainings)
+        yield _summarize_run(run, trainings)
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
@@ -314,7 +314,7 @@ def delete_run(name: str) -> str:
     `name` is as in `find_any`. Raises RequestError if the run is in progress or can't be deleted.
     """
     run = find_any(name)
-    if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
+    if _is_training(run) and _summarize_run(run, defaultdict(list)).state == "running":
         raise RequestError(f"The training {run} is going on.", "Wait for its end.")
     folder = run_folder(run)
     with (
@@ -359,7 +359,7 @@ def _has_begun(run: str) -> bool:
 Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the plan was made
 
 
-def _summarize(run: str, trainings: Trainings) -> RunSummary:
+def _summarize_run(run: str, trainings: Trainings) -> RunSummary:
     """Return the summary of a run, and add a training with a plan to `trainings`."""
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"

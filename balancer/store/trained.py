@@ -57,7 +57,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
         return None
     reached = median(each.samples_per_second for each in _speeds(parts[0]))
     promised = plan.throughput.samples_per_second
-    return Trained(len(parts), reached, reached / promised, tuple(_explain(parts[0])))
+    return Trained(len(parts), reached, reached / promised, tuple(_explain_slowness(parts[0])))
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
@@ -82,7 +82,7 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
     return [each for each in entries if isinstance(each, SpeedEntry) and each.samples_per_second]
 
 
-def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
+def _explain_slowness(entries: Sequence[TrainingEntry]) -> Iterator[str]:
     """Yield the causes of a slow training as clauses: parts of its steps, and events."""
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (

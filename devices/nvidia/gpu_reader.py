@@ -153,7 +153,7 @@ class GpuReader:
         activity = self._activity.read(now)
         slow = self._slow_fields.read(now)
         energy = self._energy_fields.read(now)[ENERGY]
-        throttled, reasons = self._throttling(now)
+        throttled, reasons = self._read_throttling(now)
         return DeviceSample(
             device=self.device,
             utilization_percent=read["utilization"],
@@ -179,7 +179,7 @@ class GpuReader:
             fan_percent=read["fan"],
             ecc_errors=slow[ECC_UNCORRECTED],
             note=RECOVERY.get(int(slow[RECOVERY_ACTION].current or 0), ""),
-            **self._traffic(activity, now),
+            **self._read_traffic(activity, now),
         )
 
     def vitals(self, full: bool) -> Vitals:
@@ -365,7 +365,7 @@ class GpuReader:
             return joules
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
-    def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
+    def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """Return the percentage of the last seconds in which the GPU was throttled, and the
         reasons.
 
@@ -411,7 +411,7 @@ class GpuReader:
         mask = int(current)
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
-    def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
+    def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
         """Return the bytes per second over PCIe and NVLink, by field of the sample.
 
         `activity` has the GPM metrics.

@@ -95,7 +95,7 @@ class NvmlSource:
     def sample(self) -> Snapshot:
         """Return a snapshot of all GPUs, after an attempt to recover a lost driver or lost GPUs."""
         now = self._builder.begin()
-        self._heal(now)
+        self._reopen_if_lost(now)
         self._watch_events()
         found = {identity: self._sample(slot, now) for identity, slot in self._slots.items()}
         seen = {identity: processes for identity, (_, processes) in found.items()}
@@ -155,7 +155,7 @@ class NvmlSource:
         slot.reader.first_joules = slot.first_joules
         slot.note = ""
 
-    def _heal(self, now: float) -> None:
+    def _reopen_if_lost(self, now: float) -> None:
         """Reopen the driver if it has gone, or if a GPU is lost for `REOPEN_FOR_LOST_SECONDS`."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         # a GPU that was reset is listed again only after the driver has been reopened

@@ -175,7 +175,7 @@ class Gathering:
         gathered = self._gather_call(call, tensor, self._rows)
         if not self._ends:
             return gathered
-        return self._join_earlier(call, gathered, is_scalar=tensor.ndim == 0)
+        return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
         """Return the values of one gather call in a pass, which come from all its pieces so far.
@@ -191,7 +191,7 @@ class Gathering:
         self._pieces[call].append((tensor.detach(), rows))
         return self._gather_pieces(self._pieces[call])
 
-    def _join_earlier(self, call: int, gathered: Any, is_scalar: bool) -> Any:
+    def _join_earlier_passes(self, call: int, gathered: Any, is_scalar: bool) -> Any:
         """Return a gather call's values, concatenated with those of the batch's earlier passes."""
         if call == len(self._earlier):
             self._earlier.append([])

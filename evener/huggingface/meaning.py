@@ -95,7 +95,7 @@ def find_loss(
         if few is None:
             return None
         if ignores or trainer.args.device.type == "cpu":
-            masked = _mask_some(few)
+            masked = _mask_some_labels(few)
             try:
                 return LossFinder(trainer, computations, masked, gathering_in_passes).find()
             except (ArithmeticError, IndexError, RuntimeError):
@@ -106,7 +106,7 @@ def find_loss(
     if in_parts:
         found = find()
     else:
-        found = _find_together(find, trainer.keeps_launcher, trainer._shares.is_sharded)
+        found = _find_on_first_rank(find, trainer.keeps_launcher, trainer._shares.is_sharded)
     if gathering.calls > calls and len(set(passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
@@ -211,7 +211,7 @@ class LossFinder:
                 shifted = self._sketcher.sketch_fast(
                     self._computations.at_once(self._few, world=self._world)
                 )
-            if not self._agree(own, shifted):
+            if not self._agree_within_rounding(own, shifted):
                 raise RequestError(
                     "The loss depends on values that it gathers over the ranks, and passes gather"
                     " them of fewer rows.",
@@ -230,9 +230,9 @@ class LossFinder:
         if self._computations.count_items([self._few.whole]) is None:
             return False
         halved = self._sketcher.sketch_fast(self._computations.at_once(self._few, times=2))
-        if self._agree(reference, _double(halved)):
+        if self._agree_within_rounding(reference, _double(halved)):
             return True
-        if self._agree(reference, halved):
+        if self._agree_within_rounding(reference, halved):
             return False
         raise RequestError(
             f"The loss of {self._few.rows} rows is {reference.loss:.6g}, and {halved.loss:.6g}"
@@ -256,7 +256,7 @@ class LossFinder:
             trained = self._sketcher.sketch_fast(
                 self._computations.by_shares(few.parts, few.sizes, loss)
             )
-            if self._agree(reference, trained):
+            if self._agree_within_rounding(reference, trained):
                 fitting.append(name)
             if self._sketcher.losses_only:
                 far[name] = _relate_losses(reference, trained)
@@ -272,7 +272,7 @@ class LossFinder:
         """Return `own`, or the first rank's value if all ranks have to compute the same passes."""
         return bool(broadcast_message(own)) if self._in_step else own
 
-    def _agree(self, reference: Sketch, other: Sketch) -> bool:
+    def _agree_within_rounding(self, reference: Sketch, other: Sketch) -> bool:
         """True if gradients and losses of two computations differ only by rounding."""
         if self._sketcher.losses_only:
             return self._have_near_losses(reference, other)
@@ -314,14 +314,14 @@ class LossFinder:
 
     def _refuse(self, loss: TrainerLoss) -> None:
         """Audit the loss; raise RequestError if gradients or losses differ without explanation."""
-        found = self._audit(loss)
+        found = self._audit_shares(loss)
         if found is None:
             return
         remedies = {name: each.remedy for name, each in CAUSES.items()} | REMEDIES
         difference, cause = found
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
-    def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
+    def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """Compare training by shares with training on one device, on a few rows.
 
         Return the difference of the gradients, or else of the losses, and its cause; None if both
@@ -378,7 +378,7 @@ class _Finding(msgspec.Struct):
     remedy: str = ""
 
 
-def _find_together(
+def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
     """Return the result of `find` from the first rank where it isn't None; None if there is none.
@@ -388,7 +388,7 @@ def _find_together(
     """
     # another error means that memory ran out, or that the program has an error, which its first
     # step will raise again: it is a warning, unless `keeps_launcher`
-    own = _find_alone(find, keeps_launcher, in_shards)
+    own = _find_or_return_error(find, keeps_launcher, in_shards)
     every = [own]
     if dist.is_available() and dist.is_initialized():
         every = gather_messages(own, _Finding)
@@ -398,10 +398,10 @@ def _find_together(
     return next((each.found for each in every if each.found is not None), None)
 
 
-def _find_alone(
+def _find_or_return_error(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> _Finding:
-    """Return this rank's result of `find`, or the message of its error; see `_find_together`."""
+    """Return this rank's result of `find`, or the message of its error."""
     try:
         return _Finding(find())
     except RequestError as error:
@@ -420,7 +420,7 @@ def _find_alone(
 # ------------------------------------------------------------------ labels that are ignored
 
 
-def _mask_some(few: FewRows) -> FewRows:
+def _mask_some_labels(few: FewRows) -> FewRows:
     """Return the rows, with most labels of the first ones set to "ignored" if needed."""
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

@@ -90,7 +90,7 @@ class CallTensors:
                     continue
                 if name in before and (_can_hold(before[name]) or _can_hold(now.get(name))):
                     layer[name] = before[name]
-                elif name not in before and any(_slots(layer, name, "", [], 0)):
+                elif name not in before and any(_places_of_tensors(layer, name, "", [], 0)):
                     del layer[name]
         for container, content in zip(self._containers, self._contents, strict=True):
             _fill(container, content)
@@ -111,7 +111,7 @@ class CallTensors:
             slot
             for number, layer in enumerate(self._layers)
             for name in _users_attributes(layer)
-            for slot in _slots(layer, name, f"{number}.{name}", containers, 0)
+            for slot in _places_of_tensors(layer, name, f"{number}.{name}", containers, 0)
         ]
 
 
@@ -126,7 +126,7 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if name not in keras_attributes()}
 
 
-def _slots(
+def _places_of_tensors(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
     """Yield the places that hold tensors within `container[key]`, which is called `name`.
@@ -145,7 +145,9 @@ def _slots(
         return
     containers.append(inner)
     for inner_key in inner if isinstance(inner, dict) else range(len(inner)):
-        yield from _slots(inner, inner_key, f"{name}.{inner_key}", containers, depth + 1)
+        yield from _places_of_tensors(
+            inner, inner_key, f"{name}.{inner_key}", containers, depth + 1
+        )
 
 
 def _open(value: Any) -> Any:

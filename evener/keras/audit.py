@@ -155,7 +155,7 @@ class StepAudit:
             if not isinstance(batches, tf.data.Iterator):
                 first, batches = peek(batches, steps)
             signature = self._compiled, self._describe_batches(batches, first)
-            self._see_changes(begins_epoch=self._looks, is_loop=first is not None)
+            self._count_changes(begins_epoch=self._looks, is_loop=first is not None)
             due = [self.audits.begin((*signature, self._changes)) for _ in range(steps)]
             if any(due):
                 if first is None:
@@ -167,10 +167,10 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Check in the next step whether watched variables have changed; see `_see_changes`."""
+        """Check in the next step whether watched variables have changed; see `_count_changes`."""
         self._looks = True
 
-    def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
+    def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
         """Count one change if the value of any watched variable has changed.
 
         They are read when an epoch begins (`begins_epoch`) and, in one process, before each step of
@@ -221,13 +221,13 @@ class StepAudit:
         self._trains = True
         with _plain_float32():
             rows = self._take_rows(batch)
-            steps = None if rows is None else self._if_all(self._trace(rows, signature))
+            steps = None if rows is None else self._if_all(self._trace_steps(rows, signature))
             finding = None
             if steps is not None:
                 finding, rows = self._find_failure(steps.plain, rows, batch, signature)
                 if self._all(finding is None and not self._fails):
-                    finding = self._compare(steps, rows, signature)
-        finding = self._share(finding)
+                    finding = self._compare_steps(steps, rows, signature)
+        finding = self._share_finding(finding)
         action = self.audits.decide(None if finding is None else finding.difference)
         if finding is None or action not in (Action.REFUSE, Action.WARN):
             return
@@ -271,7 +271,7 @@ class StepAudit:
                 finding, rows = self._find_failure(steps.plain, rows, batch, "test")
                 if self._all(finding is None and not self._fails):
                     finding = self._compare_tests(steps, rows)
-        finding = self._share(finding)
+        finding = self._share_finding(finding)
         if finding is not None:
             raise RequestError(finding.said, finding.remedy or self._remedy())
 
@@ -290,9 +290,9 @@ class StepAudit:
             rows = min(whole, max(most, 2 * devices))
             if self._group is None:
                 return cut_rows(triple, 0, rows)
-            return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
+            return self._gather_first_rows(triple, isinstance(batch, OwnRows), whole, rows)
 
-    def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
+    def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
         """Return the first rows of each process's share, `rows` in all, gathered in every process.
 
         If `is_own`, `data` has only this process's rows. Otherwise it has the whole batch of
@@ -345,7 +345,7 @@ class StepAudit:
             return None
         return steps
 
-    def _trace(self, rows: Tensors, signature: Any) -> StepPair | None:
+    def _trace_steps(self, rows: Tensors, signature: Any) -> StepPair | None:
         """Trace Keras' own step and the engine's; None if they can't be audited."""
         spec = tf.nest.map_structure(open_rows, rows)
         before = self._specs.get(signature)
@@ -411,7 +411,7 @@ class StepAudit:
         if signature in self._varied or self._mixes_rows(signature):
             return None, rows
         for few in self._list_own_passes(rows):
-            error = self._try_part(plain, few)
+            error = self._run_own_step_on_part(plain, few)
             if isinstance(error, Exception):
                 return self._find_incomplete(f"{count_rows(few)} of {count} rows", error), rows
         return self._compare_outputs(plain, rows), rows
@@ -425,7 +425,7 @@ class StepAudit:
         """Return a finding if outputs of rows differ when these are computed in parts, or None."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
-        together = self._try_part(plain, cut_rows(rows, 0, few))
+        together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
         if isinstance(together, Exception):
             return self._find_incomplete(f"{few} of {count_rows(rows)} rows", together)
         whole = together.outputs
@@ -433,7 +433,7 @@ class StepAudit:
             return None
         # two parts of unequal size, which needn't match the shares, and single rows
         for start, stop in ((0, first), (first, few), *pairwise(range(few + 1))):
-            part = self._try_part(plain, cut_rows(rows, start, stop))
+            part = self._run_own_step_on_part(plain, cut_rows(rows, start, stop))
             if isinstance(part, Exception):
                 if stop - start > 1:
                     return self._find_incomplete(f"{stop - start} of {few} rows", part)
@@ -489,7 +489,7 @@ class StepAudit:
         except Exception as error:  # whatever the user's program raises
             return error
 
-    def _try_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
+    def _run_own_step_on_part(self, plain: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of Keras' own step on a part of the audited rows, or its exception."""
         result = self._try(plain, rows)
         if not isinstance(result, Exception) or self._engine.judges_parts(self._trains):
@@ -502,7 +502,7 @@ class StepAudit:
             return error
         return self._try(call, rows)
 
-    def _compare(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
+    def _compare_steps(self, steps: StepPair, rows: Tensors, signature: Any) -> Finding | None:
         """Compare Keras' own step and the engine's on these rows; return the first finding."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps.plain)
@@ -538,12 +538,12 @@ class StepAudit:
             reference = plain.run(rows, values)
         if not self._all(reference is not None) or reference is None:
             return None
-        trained = self._run_shared(shared, rows, values)
+        trained = self._run_engine_step(shared, rows, values)
         if not _is_finite(reference.gradients):
             return None
         difference = self._compare_results(reference, trained, moved)
         if difference is not None:
-            repeats = self._repeat(plain, rows, values)
+            repeats = self._repeat_with_rounding_errors(plain, rows, values)
             difference = self._compare_results(reference, trained, moved, repeats)
         if difference is not None:
             return self._find(difference, rows, moved)
@@ -557,10 +557,10 @@ class StepAudit:
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
-        trained = self._run_shared(shared, rows, seeds)
+        trained = self._run_engine_step(shared, rows, seeds)
         difference = self._compare_results(reference, trained, "")
         if difference is not None:
-            repeats = self._repeat(plain, rows, seeds)
+            repeats = self._repeat_with_rounding_errors(plain, rows, seeds)
             difference = self._compare_results(reference, trained, "", repeats)
         if difference is None:
             self._compare_logs(reference, trained)
@@ -572,7 +572,7 @@ class StepAudit:
         )
         return Finding(difference, said)
 
-    def _run_shared(
+    def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
         """Run the engine's step with variables set to `values`, and return its result.
@@ -627,7 +627,7 @@ class StepAudit:
             for number, each in enumerate(seeds)
         }
 
-    def _repeat(
+    def _repeat_with_rounding_errors(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
         """Return results of the step with random rounding errors of inputs and weights."""
@@ -808,7 +808,7 @@ class StepAudit:
             changed = tf.nest.map_structure(change, y)
             yield f"with {said}", values, (x, changed, weight)
         call = plain.run(rows, self._list_seeds()).call
-        others = None if call is None else _other_labels(y, call.outputs)
+        others = None if call is None else _change_labels(y, call.outputs)
         if others is not None:
             yield "with other labels in each row", values, (x, others, weight)
 
@@ -825,7 +825,7 @@ class StepAudit:
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])
         return bool(failed == 0)
 
-    def _share(self, finding: Finding | None) -> Finding | None:
+    def _share_finding(self, finding: Finding | None) -> Finding | None:
         """Return, in all processes, the finding of the first process that has one."""
         if self._group is None:
             return finding
@@ -995,7 +995,7 @@ def _mixed_labels(y: Any) -> Any:
     return tf.gather(y, order)
 
 
-def _other_labels(y: Any, outputs: Tensors) -> Any:
+def _change_labels(y: Any, outputs: Tensors) -> Any:
     """Return the labels with a different change in each row.
 
     Return None unless each output has one tensor of labels.

@@ -112,7 +112,7 @@ class TracedStep:
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         kept = kept_attributes(model)
         with kept as self.attributes, draws_alike(model), calls_of_steps():
-            traced = tf.function(self._run, autograph=False)
+            traced = tf.function(self._run_step, autograph=False)
             seed = tf.TensorSpec([2], tf.int32)
             self._graph = traced.get_concrete_function(spec, seed)
         self.variables = {each.key: each for each in _list_variables(model, self._graph.graph)}
@@ -142,7 +142,7 @@ class TracedStep:
         try:
             for key, value in given.items():
                 self.variables[key].assign(value)
-            with _not_rewritten():
+            with _without_graph_optimization():
                 sums, logs, margins, outputs, call = self._graph(data, tf.constant(SEED))
             states = {key: self.variables[key].read() for key in self.assigned}
         finally:
@@ -166,7 +166,7 @@ class TracedStep:
         self._left.restore()
         self._left.put(call.attributes)
 
-    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
+    def _run_step(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Run the step, as the function that is traced, and return five results:
 
         - random sums of the gradients: one row for each weight, in the order of `_kinds`
@@ -181,7 +181,7 @@ class TracedStep:
         found: list[tuple[Any, Any]] = []
         calls: list[tuple[Any, ...]] = []
         applies = replaced(self._model.optimizer, "apply_gradients", found.extend)
-        with applies, self._noting(calls):
+        with applies, self._recording_loss_calls(calls):
             self._model.reset_metrics()
             logs = self._step(keras.utils.pack_x_y_sample_weight(*data))
         names, half = _name_weights(self._model), computes_in_half(self._model)
@@ -190,7 +190,7 @@ class TracedStep:
         for _, variable in reached:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
         gradients = [each for each, _ in reached]
-        sums = _sum_up(gradients, [variable.shape for _, variable in reached], seed)
+        sums = _project_gradients(gradients, [variable.shape for _, variable in reached], seed)
         margins = self._read_margins()  # read before operations are added that aren't the user's
         call = calls[-1] if calls else None
         leaves = [] if call is None else keras.tree.flatten(call[0])
@@ -200,7 +200,7 @@ class TracedStep:
         return sums, logs, margins, outputs, call
 
     @contextmanager
-    def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
+    def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
         """Return a context in which a plain step records the model call behind each loss in
         `calls`.
 
@@ -355,7 +355,7 @@ def _is_here(tensor: Any) -> bool:
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
 
-def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
+def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
     """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
 
     The result has a row for each gradient. `shapes` are the shapes of the weights.
@@ -501,7 +501,7 @@ def _is_draw(operation: str) -> bool:
 
 
 @contextmanager
-def _not_rewritten() -> Iterator[None]:
+def _without_graph_optimization() -> Iterator[None]:
     """Return a context in which TensorFlow runs this thread's graphs without optimizing them."""
     now = context.context()
     before = now.function_call_options

@@ -41,7 +41,7 @@ def equal_rows(model: Any) -> Iterator[None]:
     Keras draws the same numbers for each row. Normalization layers use their moving averages
     instead of the batch's statistics.
     """
-    _install()
+    _replace_random_functions()
     token = rows_alike.set(True)
     try:
         with ExitStack() as still:
@@ -64,7 +64,7 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def _install() -> None:
+def _replace_random_functions() -> None:
     """Replace the functions of Keras and TensorFlow that draw random numbers, once per process."""
     # neither library has a hook; outside `equal_rows` and `draws_alike` they work as before
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
@@ -78,7 +78,7 @@ def _install() -> None:
     drawn.draw_seed = _in_context(draw_seed, seed_alike, lambda: _kept_seeds.get() is not None)
     for name, draw in DRAWN_BY_TENSORFLOW.items():
         own = getattr(tf.random, name)
-        setattr(tf.random, name, _in_context(own, _without_state(draw), lambda: are_alike.get()))
+        setattr(tf.random, name, _in_context(own, _make_equal_draw(draw), lambda: are_alike.get()))
 
 
 def _in_context(
@@ -142,7 +142,7 @@ def _take_seed(draw_seed: Callable[..., Any]) -> Callable[..., Any]:
     return take_seed
 
 
-def _without_state(draw: Callable[..., Any]) -> Callable[..., Any]:
+def _make_equal_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return a substitute for a TensorFlow random function that draws alike for all rows.
 
     `draw` is the stateless version of that function. It is called with a fixed seed.

@@ -82,7 +82,7 @@ class FitHooks:
             setattr(model, name, self._step_of(name))
         model.train_step = self._noted(model.train_step)
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
-            setattr(model, name, functools.partial(self._make, name))
+            setattr(model, name, functools.partial(self._make_function, name))
         for name, method in engine.methods().items():
             setattr(model, name, method)
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
@@ -142,7 +142,7 @@ class FitHooks:
         with self.engine.scope():
             return getattr(type(self.model), name)(self.model, data)
 
-    def _make(self, name: str, force: bool = False) -> Any:
+    def _make_function(self, name: str, force: bool = False) -> Any:
         """Make a train, test or predict function by Keras' method `name`, and wrap it.
 
         With `force`, an existing function is replaced. Raises RequestError if the engine can't run
@@ -161,7 +161,7 @@ class FitHooks:
         before = getattr(model, function)
         made = getattr(type(model), name)(model, force)
         if getattr(model, function) is not before:
-            setattr(model, function, self._wrap(function, getattr(model, function)))
+            setattr(model, function, self._wrap_function(function, getattr(model, function)))
         return made
 
     def _prepare_training(self) -> None:
@@ -174,7 +174,7 @@ class FitHooks:
             self.engine.share_weights()
         self._starts = False
 
-    def _wrap(self, name: str, function: Any) -> Any:
+    def _wrap_function(self, name: str, function: Any) -> Any:
         """Wrap Keras' train, test or predict function with the engine's checks, audits and clocks.
 
         `name` is the model's attribute for the function, such as "train_function".

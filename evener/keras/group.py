@@ -91,7 +91,7 @@ class Group:
         kinds = [tensor.dtype for tensor in tensors]
         for places in divide_sums(list(zip(sizes, kinds, strict=True)), apart):
             with tf.device(self.device):
-                total = self._reduce(
+                total = self._all_reduce(
                     tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
                 )
                 parts = tf.split(total, [tf.size(tensors[i]) for i in places], num=len(places))
@@ -99,7 +99,7 @@ class Group:
                 sums[i] = tf.cast(tf.reshape(part, tf.shape(tensors[i])), given[i].dtype)
         return sums
 
-    def _reduce(self, flat: Any) -> Any:
+    def _all_reduce(self, flat: Any) -> Any:
         """Return the sum of a vector over the processes."""
         # The key depends on type and length only, so the processes agree on each key only once. The
         # strategy's own all-reduce uses a new key every time, and each new key costs a request to

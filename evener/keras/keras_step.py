@@ -390,7 +390,7 @@ def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
         half = {id(weight) for layer in halves for weight in layer._trainable_variables}
         pairs = zip(gradients, weights, strict=True)
         gradients = [
-            _give_back(gradient, headroom, id(weight) in half) for gradient, weight in pairs
+            _undo_headroom(gradient, headroom, id(weight) in half) for gradient, weight in pairs
         ]
     if weights:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
@@ -400,7 +400,7 @@ def _headroom(model: Any) -> float:
     return HEADROOM if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) else 1.0
 
 
-def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
+def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
     """Undo, for one gradient, the division by the headroom in `scale_loss`.
 
     With `is_half`, elements of a dense gradient that overflow in float16 become NaN.

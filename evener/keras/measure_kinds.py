@@ -288,7 +288,7 @@ class Measured(NamedTuple):
         left: list[str] = []
         try:
             for number, batch in enumerate(_list_variants(self.model, self.every[0], calls[0])):
-                fitting = self._fit_losses(batch, calls, training)
+                fitting = self._find_possible_loss_kinds(batch, calls, training)
                 if fitting is None:
                     continue
                 left = [kind for kind in fitting if not number or kind in left] or left
@@ -296,7 +296,7 @@ class Measured(NamedTuple):
             now.restore()
         return next((kind for kind in (*COUNTS, ROWS, SUM) if kind in left), OTHER)
 
-    def _fit_losses(
+    def _find_possible_loss_kinds(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
         """Return the possible kinds of the model's loss, judging by its values on `batch`.
@@ -315,7 +315,7 @@ class Measured(NamedTuple):
             self.step.leave(call)
             try:
                 own = [_cut_masked(each, start, stop) for each in batch]
-                with _leaving_nothing(self.model):
+                with _without_side_effects(self.model):
                     loss = own_loss(self.model, calls[0].losses, own, training)
             except Exception:  # any error of the user's program
                 return None
@@ -341,14 +341,14 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
     largest = max(np.abs(each).max(initial=0.0) for each in values)
     near = CLOSE.get(whole.dtype.name, NEAR) * largest
     before, after, *others = values
-    meant = _combine(before, others, sizes, near)
+    meant = _predict_whole_state(before, others, sizes, near)
     if whole.dtype.kind != "f":
         del meant[ROWS]
     fitting = [kind for kind, each in meant.items() if np.allclose(after, each, rtol=0, atol=near)]
     return fitting[0] if fitting else OTHER
 
 
-def _combine(
+def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
     """Predict a state's value after the whole batch for each possible kind.
@@ -365,7 +365,7 @@ def _combine(
 
 
 @contextmanager
-def _leaving_nothing(model: Any) -> Iterator[None]:
+def _without_side_effects(model: Any) -> Iterator[None]:
     """Return a context that restores variables, losses and random states on exit."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the scope's weights

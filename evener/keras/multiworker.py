@@ -322,7 +322,7 @@ class Workers:
         digest = _digest(data)
         began = self.times.now([own.size])
         metrics = self._metrics(own)
-        return self._finish(own, digest, began, metrics, *self._run(own))
+        return self._finish_step(own, digest, began, metrics, *self._compute_own_rows(own))
 
     def finish_passes(
         self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums
@@ -340,9 +340,11 @@ class Workers:
         assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
         shared = [update for update in result.updates if adds_up(update.kind)]
         starts = [tf.convert_to_tensor(update.state) for update in shared]
-        return self._finish(own, digest, began, metrics, result._replace(updates=shared), starts)
+        return self._finish_step(
+            own, digest, began, metrics, result._replace(updates=shared), starts
+        )
 
-    def _finish(
+    def _finish_step(
         self,
         own: OwnRows,
         digest: Any,
@@ -364,10 +366,10 @@ class Workers:
             for each, start in zip(result.updates, starts, strict=True)
         ]
         sent = metrics.own(*_own_batch(own, result.outputs))
-        summed, loss = self._apply(began, result, changes, own, digest, sent)
+        summed, loss = self._sum_and_update(began, result, changes, own, digest, sent)
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
-    def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
+    def _compute_own_rows(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run the forward and backward pass on this process's rows, and return the results.
 
         The second result has the values before the step of the states that all processes change.
@@ -410,7 +412,7 @@ class Workers:
             main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
         return part_of_loss(self.model, found, self.model.losses, batch, training, (part, main))
 
-    def _apply(
+    def _sum_and_update(
         self,
         began: Any,
         result: PassSums,

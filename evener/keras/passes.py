@@ -255,7 +255,7 @@ class DevicePasses:
         values = [value for _, value in self._starts]
         edge = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(
+        one_pass = tf.function(self._run_pass, autograph=False).get_concrete_function(
             edge, edge, specs
         )
         outputs, loss, gradients, _ = one_pass.structured_outputs
@@ -297,7 +297,7 @@ class DevicePasses:
         gradients = [by_place.get(place) for place in range(len(self._copies))]
         return PassSums(joined, total, gradients, self._updates(values))
 
-    def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+    def _run_pass(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run the pass on the device's rows from `start` to `stop`; this function is traced once.
 
         `values` are the states' values after the previous passes. Return the outputs, the
@@ -332,7 +332,7 @@ class DevicePasses:
                 take_rows(outputs, count),
                 loss,
                 reached,
-                self._note(start, count, values, states, scope),
+                self._states_after_pass(start, count, values, states, scope),
             )
 
     def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -346,7 +346,7 @@ class DevicePasses:
             for (state, begin), value in pairs
         ]
 
-    def _note(
+    def _states_after_pass(
         self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any
     ) -> list[Any]:
         """Return the states' values after a pass of `count` rows that begins at row `start`.

@@ -82,7 +82,7 @@ class Split:
         self._inputs: Any = None  # the inputs of the last model
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
         self.rank_shares: tuple[Share, ...] = ()  # the plan's shares by rank; empty otherwise
-        self.devices, self.cut, self.global_batch = self._divide(
+        self.devices, self.cut, self.global_batch = self._divide_batch(
             gpus, devices, ratios, global_batch
         )
         is_whole = len(self.devices) == 1 and not self.cut.in_passes
@@ -293,7 +293,7 @@ class Split:
             workers.limit = None
         return workers
 
-    def _divide(
+    def _divide_batch(
         self,
         gpus: int | Sequence[int] | None,
         devices: Sequence[str] | None,

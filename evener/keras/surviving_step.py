@@ -54,10 +54,10 @@ class SurvivingStep:
         Raises DeviceError if memory runs out while the weights are updated.
         """
         data = next(iter(batches))
-        self._trace(getattr(batches, "element_spec", None), data)
+        self._trace_graphs(getattr(batches, "element_spec", None), data)
         before = [tf.convert_to_tensor(state) for state in self._states]
         began = tf.timestamp()
-        result = self._run(data, before)
+        result = self._run_with_retries(data, before)
         try:
             return self._finish(data, before, began, *result)
         except Exception as error:
@@ -73,7 +73,7 @@ class SurvivingStep:
                 ),
             ) from None
 
-    def _run(self, data: Tensors, before: list[Any]) -> Any:
+    def _run_with_retries(self, data: Tensors, before: list[Any]) -> Any:
         """Run the passes and return their results; retry with smaller passes if memory runs out.
 
         `before` has the states' values before the step, which are restored for a retry.
@@ -104,7 +104,7 @@ class SurvivingStep:
         smaller = limit.halve(rows, self._least)
         self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
-    def _trace(self, spec: Any, data: Tensors) -> None:
+    def _trace_graphs(self, spec: Any, data: Tensors) -> None:
         """Trace both graphs for batches of the type `spec`, unless that is done.
 
         If `spec` is None, the type is that of the batch `data`, with any number of rows.

@@ -24,7 +24,7 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     active = plan.layout.active
     if all(share.on_gpu for share in active):
         visible = _visible_gpus()
-        return tuple(f"GPU:{_position(share, visible)}" for share in active)
+        return tuple(f"GPU:{_index_among_visible(share, visible)}" for share in active)
     make_logical_cpus(len(active))
     return tuple(f"CPU:{i}" for i in range(len(active)))
 
@@ -144,7 +144,7 @@ def _visible_gpus() -> list[str] | None:
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def _position(share: Share, visible: list[str] | None) -> int:
+def _index_among_visible(share: Share, visible: list[str] | None) -> int:
     """Return TensorFlow's index of a plan's GPU: its position among the visible GPUs.
 
     `visible` are the entries of CUDA_VISIBLE_DEVICES; None if all GPUs are visible. Raises

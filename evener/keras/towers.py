@@ -134,7 +134,7 @@ class Towers(OneProcess):
                     tape.watch(tower.heads())
                 outputs = _join_outputs(towers, x, assigned)
                 left.put(self._join_attributes(towers, x, assigned, training=True))
-                loss = self._loss(x, y, outputs, weight, towers, training=True)
+                loss = self._whole_loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
             apply_gradients(
                 model, self._gradients(tape, scaled, towers) if model.trainable_weights else []
@@ -149,7 +149,7 @@ class Towers(OneProcess):
         with tf.device(self.devices[0]):
             outputs = _join_outputs(towers, x, assigned)
             left.put(self._join_attributes(towers, x, assigned, training=False))
-            loss = self._loss(x, y, outputs, weight, towers, training=False)
+            loss = self._whole_loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
     def predict_step(self, data: Tensors) -> Tensors:
@@ -197,13 +197,13 @@ class Towers(OneProcess):
                 variables.restore()
             with tf.device(device):
                 starts = states.starts(number, apart=False)
-                tower = self._tower(part, size, rows, training, states, starts)
+                tower = self._run_on_device(part, size, rows, training, states, starts)
                 towers.append(tower._replace(attributes=left.collect()))
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
 
-    def _tower(
+    def _run_on_device(
         self,
         part: Tensors,
         size: Any,
@@ -239,7 +239,7 @@ class Towers(OneProcess):
         pad = (lambda leaf: leaf) if assigned is None else (lambda leaf: pad_steps(leaf, x))
         return join_leaves(every, sizes, parts, kinds, pad)
 
-    def _loss(
+    def _whole_loss(
         self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool
     ) -> Any:
         """Return the model's loss on the whole batch, including the losses that layers added.

@@ -30,7 +30,7 @@ from ..torch.audit.record import (
     replay,
 )
 from ..torch.audit.replay import NOT_A_NUMBER, Compute, audit_record
-from ..torch.audit.rows import FewRows, cut_few
+from ..torch.audit.rows import FewRows, choose_few_rows
 from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
 from ..torch.audit.step import Computations, compare_losses
@@ -362,7 +362,7 @@ class Guard(Recorder):
         this rank, or says why there are none. `agree` gathers the ranks' reasons and returns the
         first.
         """
-        few = cut_few(self.batch, self.rows)
+        few = choose_few_rows(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""
         if few is None:
             fault = fault or "its batch can't be cut into rows"
@@ -472,7 +472,7 @@ class Guard(Recorder):
         # collated again by the loader, then cut from the batch and chosen to differ, then cut in
         # order
         every = [self._collate_few()]
-        every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
+        every += [choose_few_rows(self.batch, self.rows, in_order) for in_order in (False, True)]
         return [each for each in every if each is not None]
 
 

@@ -46,7 +46,7 @@ from .audit.record import (
     Recorder,
 )
 from .audit.replay import Compute, Replayed, audit_record
-from .audit.rows import FEWER, ROWS, FewRows, cut_few, fetch_rows, summarize_row
+from .audit.rows import FEWER, ROWS, FewRows, choose_few_rows, fetch_rows, summarize_row
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Computation, Computations, audit
@@ -351,7 +351,7 @@ class TrainingAudits:
         parts' gradients don't add up to the pass's.
         """
         most = min(rows, part.rows)
-        few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
+        few = self._move(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
         if few is None:
             raise RequestError("The rows of the pass can't be cut apart.", "Make smaller passes.")
         computations = make_share_computations(few, refuse_collectives(compute), part.count)
@@ -521,7 +521,7 @@ class TrainingAudits:
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.by_length:
             every += [
-                self._move(cut_few(record.batch, record.rows, in_order, self._most_rows))
+                self._move(choose_few_rows(record.batch, record.rows, in_order, self._most_rows))
                 for in_order in (False, True)
             ]
         return [each for each in every if each is not None]
@@ -573,7 +573,7 @@ class TrainingAudits:
         if few is None and taken is not None and not taken.origin.by_length:
             rows = taken.sizes[self._training.rank]
             own = record.batch if record is not None else batch
-            few = cut_few(own, rows, most=self._most_rows)
+            few = choose_few_rows(own, rows, most=self._most_rows)
         return self._move(few)
 
     def _move(self, few: FewRows | None) -> FewRows | None:

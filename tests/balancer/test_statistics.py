@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from evener.balancer import statistics as stats
-from evener.balancer.probes.block_timing import Block, interval_of
+from evener.balancer.probes.block_timing import Block, step_time_interval
 
 
 def test_student_meets_the_normal_and_the_table() -> None:
@@ -33,7 +33,7 @@ def test_a_lone_step_is_as_sure_as_it_says(noise: float, least: float) -> None:
     held = 0
     for _ in range(1500):
         first, step = (8.0 * rng.gauss(1, noise) for _ in range(2))
-        interval = interval_of([Block(1, step)], first)
+        interval = step_time_interval([Block(1, step)], first)
         held += interval.low <= 8.0 <= interval.high
     assert held / 1500 >= least
 
@@ -41,14 +41,14 @@ def test_a_lone_step_is_as_sure_as_it_says(noise: float, least: float) -> None:
 def test_a_lone_step_is_the_surer_the_nearer_the_one_before_it() -> None:
     """A first step that took far longer traced or tuned, so it shows nothing about the noise."""
     widths = [
-        stats.relative_half_width(interval_of([Block(1, 8.0)], 8.0 * times))
+        stats.relative_half_width(step_time_interval([Block(1, 8.0)], 8.0 * times))
         for times in (1.0, 1.02, 1.1, 3.0)
     ]
     assert widths[0] < widths[1] < widths[2]
     assert 0.05 < widths[0] < 0.1
-    assert widths[3] == stats.relative_half_width(interval_of([Block(1, 8.0)]))
+    assert widths[3] == stats.relative_half_width(step_time_interval([Block(1, 8.0)]))
     assert 0.1 < widths[3] < 0.15
-    assert stats.is_known(interval_of([Block(1, 8.0)]))
+    assert stats.is_known(step_time_interval([Block(1, 8.0)]))
 
 
 def test_block_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
@@ -57,21 +57,21 @@ def test_block_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
     held = 0
     for _ in range(1500):
         blocks = [Block(n, sum(rng.gauss(0.2, 0.01) for _ in range(n))) for n in (3, 5, 5, 5, 4, 6)]
-        interval = interval_of(blocks)
+        interval = step_time_interval(blocks)
         held += interval.low <= 0.2 <= interval.high
     assert 0.92 <= held / 1500 <= 0.98
 
 
 def test_interval_of_is_total_time_over_total_steps() -> None:
     """The value weighs each step equally, whatever its block."""
-    interval = interval_of([Block(1, 1.0), Block(3, 1.5)])
+    interval = step_time_interval([Block(1, 1.0), Block(3, 1.5)])
     assert interval.value == pytest.approx(2.5 / 4)
     assert interval.low < interval.value < interval.high
 
 
 def test_an_interval_needs_a_step() -> None:
     with pytest.raises(ValueError, match="step"):
-        interval_of([])
+        step_time_interval([])
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])

@@ -20,7 +20,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import ITEMS, TrainerLoss
-from evener.huggingface.meaning import _find_together
+from evener.huggingface.meaning import _find_on_first_rank
 from evener.huggingface.passes import weigh_passes
 from evener.huggingface.rows import check_setup, find_lengths
 from evener.huggingface.shards import check_shards
@@ -285,8 +285,8 @@ def check_without_memory() -> dict[str, str]:
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert _find_together(find, keeps_launcher=False, in_shards=False) is None
-    in_shards = sentence(lambda: _find_together(find, keeps_launcher=False, in_shards=True))
+        assert _find_on_first_rank(find, keeps_launcher=False, in_shards=False) is None
+    in_shards = sentence(lambda: _find_on_first_rank(find, keeps_launcher=False, in_shards=True))
     return {
         "no memory for a check": str(seen[-1].message),
         "no memory for a check in shards": in_shards,

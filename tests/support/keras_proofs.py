@@ -753,7 +753,7 @@ def sums(split: Split) -> dict[str, list[Any]]:
     found: list[float] = []
     right: list[float] = []
     every = group.size * (group.size - 1) // 2  # the sum over ranks
-    with mock.patch.object(group, "_reduce", wraps=group._reduce) as reduce:
+    with mock.patch.object(group, "_all_reduce", wraps=group._all_reduce) as reduce:
         for turn in range(40):
             count = 1 + turn % 3
             own = [

@@ -86,7 +86,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
     own.splits += store.raced_splits(position)
-    slower = _slower_since(store, position, own)
+    slower = _throttling_factor(store, position, own)
     in_splits = tuple(read_points(own.splits, position, slower))
     return DeviceEvidence(
         alone=tuple(read_points(own.rounds, position, slower)),
@@ -94,7 +94,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_read_memory_use(store, position, by_rows),
         rounds=len(own.rounds),
-        lost=_why_lost(store, position, seen),
+        lost=_why_left_out(store, position, seen),
         alone_in_passes=tuple(read_points(own.in_passes, position, slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
         undivided=any(_may_blame_passes(position, one) for one in seen),
@@ -194,7 +194,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     return ran >= 1 and layout.shares[position] > ran
 
 
-def _why_lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
+def _why_left_out(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """Return why the device is left out, as a message; "" if it isn't."""
     if position in store.gone:
         return store.gone[position]
@@ -211,21 +211,21 @@ def _why_lost(store: Observations, position: int, explored: Sequence[Observation
     return ""
 
 
-def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
+def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
-    held = _held_back_since(store, position)
-    steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
-    curve = fit_curve(steady) if held else None
-    if curve is None:
+    throttled = _list_throttled_since(store, position)
+    unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
+    unthrottled_curve = fit_curve(unthrottled) if throttled else None
+    if unthrottled_curve is None:
         return 1.0
-    by_rows = [one for one in held if one.probe.layout.by_rows]
-    at_once = (point for point in read_points(by_rows, position) if point.passes == 1)
+    throttled_by_rows = [one for one in throttled if one.probe.layout.by_rows]
+    at_once = (point for point in read_points(throttled_by_rows, position) if point.passes == 1)
     # the time while throttled, divided by the time predicted without throttling
-    ratios = [point.seconds / curve.seconds(point.batch) for point in at_once]
+    ratios = [point.seconds / unthrottled_curve.seconds(point.batch) for point in at_once]
     return max(1.0, median(ratios or [1.0]))
 
 
-def _held_back_since(store: Observations, position: int) -> list[Timed]:
+def _list_throttled_since(store: Observations, position: int) -> list[Timed]:
     """Return the measurements in which the device was throttled; empty if it isn't any more."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]

@@ -294,29 +294,33 @@ class Stairs(msgspec.Struct, frozen=True):
         expected gain is proportional to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
-        each = math.fsum(one for one, _, _ in self.places) / len(self.places)
-        shift = min(least for _, least, _ in self.places)
+        levels_per_sample = math.fsum(slope for slope, _, _ in self.places) / len(self.places)
+        lowest_shift = min(least for _, least, _ in self.places)
         begin = 0
-        lowest = math.ceil(each + shift)
-        for stair in range(lowest, lowest + MOST_STAIRS):
-            early, late = self._end(stair)
-            end = min(early + (late - early) // (among + 1), largest)
+        first_level = math.ceil(levels_per_sample + lowest_shift)
+        for level in range(first_level, first_level + MOST_STAIRS):
+            earliest_end, latest_end = self._range_of_level_end(level)
+            end = min(earliest_end + (latest_end - earliest_end) // (among + 1), largest)
             if end >= max(begin, 1):
-                seconds = max(self.least, self.first + self.rise * stair)
+                seconds = max(self.least, self.first + self.rise * level)
                 knots[float(begin)] = seconds
                 knots[float(end)] = seconds
                 begin = end + 1
             if end == largest:
                 break
-        return Curve(tuple(knots), tuple(knots.values()), self.rise * each, error=error)
-
-    def _end(self, stair: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch with which level number `stair` may end."""
-        early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
-        late = max(
-            math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places
+        return Curve(
+            tuple(knots), tuple(knots.values()), self.rise * levels_per_sample, error=error
         )
-        return early, max(early, late)
+
+    def _range_of_level_end(self, level: int) -> tuple[int, int]:
+        """Return the smallest and the largest batch with which level number `level` may end."""
+        earliest = min(
+            math.floor((level - most) / each + ROUNDING) for each, _, most in self.places
+        )
+        latest = max(
+            math.ceil((level - least) / each - ROUNDING) - 1 for each, least, _ in self.places
+        )
+        return earliest, max(earliest, latest)
 
 
 @lru_cache(CURVES_KEPT)
@@ -369,11 +373,11 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
         missed = abs(first + rise * level - point.seconds)
         if missed > point.tolerance_seconds + LEAN * min(rise, point.seconds):
             return None
-    places = _find_parameters([point.batch for point in points], levels)
+    places = _find_feasible_region([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
 
 
-def _find_parameters(
+def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
     """Return the `places` of `Stairs` that put each batch on its level; empty if there are none.

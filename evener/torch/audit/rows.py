@@ -124,7 +124,9 @@ def copy_dataset(dataset: Any) -> Any:
     return twin
 
 
-def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> FewRows | None:
+def choose_few_rows(
+    batch: Any, rows: int, in_order: bool = False, most: int = ROWS
+) -> FewRows | None:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
     The rows are chosen to differ, and sorted so that both parts differ. With `in_order`, they keep
@@ -136,14 +138,17 @@ def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> 
     try:
         whole = _pick(batch, rows, in_order, most)
         count = min(rows, most) // 2 * 2
-        first, half = _first(count), count // 2
-        parts = _cut(whole, first, count)
-        even = _cut(whole, half, count)
+        first_of_unequal, half_of_rows = _first(count), count // 2
+        parts = _cut(whole, first_of_unequal, count)
+        even = _cut(whole, half_of_rows, count)
     except RequestError:
         return None
     if parts is None or even is None:
         return None
-    sizes, even_sizes = (first, count - first), (half, count - half)
+    sizes, even_sizes = (
+        (first_of_unequal, count - first_of_unequal),
+        (half_of_rows, count - half_of_rows),
+    )
     digest = digest_rows(whole)
     return FewRows(whole, parts, sizes, parts, even, even_sizes, digest=digest)
 
