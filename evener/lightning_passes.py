@@ -58,9 +58,10 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
-    """Return the loss of a part's batch as training_step computes it; None if it returns None.
+    """Return the loss that training_step computes for a part's batch, or None.
 
-    `others` are training_step's arguments after the batch. The default fits an epoch's first batch.
+    `others` are training_step's arguments after the batch, by default those of an epoch's first
+    batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)

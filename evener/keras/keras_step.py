@@ -179,9 +179,9 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Return a context for calls of the model within an engine's step.
+    """Return a context for the model's calls within an engine's step.
 
-    Outside this context, `warn_of_own_loop` takes a call for the user's own training loop.
+    Outside of it, `warn_of_own_loop` warns of a training loop that the user wrote.
     """
     token = in_step.set(True)
     try:

@@ -199,7 +199,7 @@ def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the changes of shares from the record that lists the most of them."""
+    """Return the longest list of share changes in the records."""
     return max((each.changes for each in records), key=len)
 
 

@@ -158,7 +158,8 @@ def _eveners_address() -> str:
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
     """Return HOST:PORT of the group's rendezvous.
 
-    It is that of `method` if this is a tcp:// URL, or else that of the environment `variables`.
+    It is read from `method` if that is a tcp:// URL, and otherwise from the environment
+    `variables`.
     """
     if method and urlsplit(method).scheme == "tcp":
         return urlsplit(method).netloc.replace("localhost", "127.0.0.1")

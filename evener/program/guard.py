@@ -77,8 +77,8 @@ class Guard(Recorder):
 
     Arguments:
 
-    - `few`: returns a few rows of the batch, collated as the shares would collate them. None cuts
-      rows from the batch.
+    - `few`: returns a few rows of the batch, collated as the shares would collate them. If it
+      returns None, rows are cut from the batch.
     - `rows`: number of rows that the loader took for the batch, for batches whose tensors differ in
       length, such as graphs.
     - `origins`: tracks the values that ranks exchange; None to ignore them.
@@ -422,7 +422,7 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _find_limit(self, record: LossRecord) -> str:
-        """Return why this rank can't have more rows than in this batch; "" if unknown."""
+        """Return why this rank can't have more rows than now; "" if no reason is found."""
         # Only a tensor with an entry per row that isn't in the batch can be a reason. Then the loss
         # of one more row is tried.
         if not self._finds_sums or self._is_ragged or not record.has_other_rows():

@@ -160,7 +160,7 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Count a backward pass; without optimizer steps, report why shares stay even."""
+        """Count a backward pass; after many without a step, report why shares stay even."""
         # the hooks don't see the steps of optimizers other than PyTorch's, such as fastai's
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -594,7 +594,7 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Return the first reason of any rank why shares can't be used; "" if there is none.
+        """Gather the ranks' reasons why shares can't be used, and return the first one or "".
 
         `fault` is this rank's reason. A missing rank is a reason, too.
         """

@@ -169,8 +169,8 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, of_loader: str) -> str:
     """Return why an optimizer steps outside of all loops whose batches evener can divide.
 
-    `models` are the wrapped models. `of_loader` is the reason if the optimizer trains one of them.
-    Return "" if it trains none of them.
+    `models` are the wrapped models. `of_loader` is returned if the optimizer trains one of them,
+    and "" if it trains none of them.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

@@ -4,8 +4,8 @@ As a function of rows, step time is a rising piecewise linear curve. As a functi
 duration of a pass depends on its number of rows and its longest row.
 
 A share of b rows in k passes takes k * t(b / k) + (k - 1) * extra seconds. Here t(rows) is the
-duration of a whole step in one pass, and `extra` the difference of a further pass from such a step.
-`extra` is negative if a part of the step, such as the optimizer, isn't repeated. A share that fits
+duration of a whole step in one pass. A further pass takes `extra` seconds more than such a step, or
+less if `extra` is negative, because a part such as the optimizer isn't repeated. A share that fits
 in memory takes one pass. A larger share takes passes of up to `rows` rows.
 
 This module has no side effects.

@@ -134,7 +134,7 @@ Groups = tuple[tuple[int, ...], ...]
 def allowed_cpus() -> tuple[int, ...]:
     """Return the logical CPUs that this process may use.
 
-    If the container's quota is lower than their number, whole cores are left out.
+    A lower CPU quota of the container reduces their number, core by core.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()

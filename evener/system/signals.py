@@ -35,7 +35,7 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called with the number of Ctrl-C, SIGTERM or SIGHUP.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `handle` with the signal's number.
 
     A SIGHUP that is ignored, for example under `nohup`, stays ignored. The earlier handlers are
     restored on exit.

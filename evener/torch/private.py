@@ -198,9 +198,9 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return how many collectives among several ranks this process has started.
+    """Return the number of collectives that this process has started with other ranks.
 
-    The keys name a process group and a device.
+    There is a number for each process group and device.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {

@@ -88,7 +88,10 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the random sums of one part's gradient of the tensor `name`, whose type is `kind`."""
+        """Add the random sums of a part's gradient of the tensor `name`.
+
+        `kind` is the tensor's type.
+        """
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
@@ -248,8 +251,8 @@ def compare_ranks(
 ) -> GradientDifference | None:
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
-    `every` has the sketch of each rank. `noises` are the ranks' results of `find_noises`; without
-    them, a difference is only a reason to measure these. Return None if no difference exceeds the
+    `every` has the ranks' sketches, and `noises` their results of `find_noises`. Without `noises`,
+    a difference is only a reason to measure them. Return None if no difference exceeds the
     rounding.
     """
     # The weights are the same on all ranks. So a difference comes from something else that the loss

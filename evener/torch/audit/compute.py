@@ -60,14 +60,14 @@ class GradientSketcher:
     All methods are called inside the context `open`.
 
     - `holders`: objects that change when a loss is computed, such as a trainer; they are restored.
-    - `apart`: their attributes that aren't restored, such as data loaders.
+    - `apart`: attributes of these objects that aren't restored, such as data loaders.
     - `function`: a function of the program that the losses call.
     - `around`: contexts that suppress side effects of a training step, such as an all-reduce.
     - `losses_only`: True if gradients can't be computed, for example because they are sharded;
       sketches then contain only the loss.
     - `keeps_autocast`: True if the model needs the program's autocast.
     - `measures`: True if audits always measure how much rounding changes the gradient.
-    - `known`: what earlier audits learned about these passes, which is updated.
+    - `known`: facts about these passes from earlier audits; new facts are added.
     - `changed`: names of buffers that a pass changes.
     - `draws`: number of PyTorch's random draws that affect the result.
     - `drawn`: digests of the states of Python's and NumPy's random generators after each piece of

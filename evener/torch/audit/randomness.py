@@ -45,8 +45,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     - `disturbance`: seed of errors added to sums of many terms, as large as those from another
       order of the terms; 0 for no errors.
     - `draws`: number of random operations in a pass.
-    - `random`: number of those whose results are random, without dropout, which keeps all values
-      here.
+    - `random`: number of these operations with random results; dropout doesn't count, because it
+      keeps all values here.
     - `kinds`: dtypes of computed tensors with more than one value.
     """
 
@@ -114,8 +114,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
         """Add random errors in proportion to the root mean square of each row of `result`.
 
-        `terms` is the number of terms in each sum. The values of a row have the same indices on the
-        axes before `apart`.
+        `terms` is the number of terms in each sum. Values with the same indices on the axes before
+        `apart` are in the same row.
         """
         device = result.device
         if device not in self._generators:
@@ -182,8 +182,8 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
     """Call a random operation so that every row gets the same values, determined by `seed`.
 
-    Return the operation's result, and whether it is random. It isn't for dropout, which keeps all
-    values, and for a permutation, which moves each entry by one place.
+    Return the operation's result, and whether it is random. Dropout keeps all values, and a
+    permutation moves each entry by one place, so their results aren't random.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:

@@ -193,7 +193,7 @@ class GradientSums:
     """Computes random sums of the gradients of `tensors`, added over several losses.
 
     With `at_once`, there is memory for all gradients of a loss at once. Otherwise each gradient is
-    projected and freed as soon as it is computed. The host waits for the GPU only in `sketch`.
+    summed and freed as soon as it is computed. The host waits for the GPU only in `sketch`.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class GradientSums:
         self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Project gradients, given by the names of their tensors, and add their sums."""
+        """Compute the random sums of gradients, given by tensor name, and add them."""
         with torch.no_grad(), without_modes():
             for name, gradient in gradients.items():
                 self._take(name, gradient)
@@ -250,8 +250,7 @@ class GradientSums:
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of a loss with respect to the tensors in `trained`, by name.
 
-        Without memory for all of them (`at_once`), they are projected and freed, and the result is
-        empty.
+        Without `at_once`, each gradient is summed and freed instead, and the result is empty.
         """
         with ExitStack() as stack:
             for name, each in trained.items():

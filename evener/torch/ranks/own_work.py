@@ -595,7 +595,7 @@ class StepTimer:
     def _finish_untimed(self, counts: bool) -> None:
         """Count a batch that wasn't timed.
 
-        `counts` is True if it counts as a step: its gradients were computed or an optimizer
+        `counts` is True if the batch is a step: its gradients were computed or an optimizer
         stepped.
         """
         if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
@@ -615,7 +615,7 @@ class StepTimer:
     def _finish_timed(self, done: Any, counts: bool) -> None:
         """Save the marks of a batch that ended at `done`.
 
-        `counts` is True if it counts as a step: its gradients were computed or an optimizer
+        `counts` is True if the batch is a step: its gradients were computed or an optimizer
         stepped.
         """
         step = _MarkedStep(

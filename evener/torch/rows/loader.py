@@ -40,8 +40,9 @@ class Epoch:
     """One iteration over a loader.
 
     - `training`: False for validation.
-    - `tail`: in which batches ranks have other weights than in a full one: None for none, a number
-      for the last batch of that many rows, any other object for possibly all.
+    - `tail`: the batches in which ranks' weights differ from a full batch. None stands for no
+      batch, a number for the last batch, of that many rows, and another object for possibly every
+      batch.
     - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
     - `loader()`: returns the loader, or None if it no longer exists.
     """

@@ -165,9 +165,9 @@ def _check_kind(name: str, tensor: Any) -> None:
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
     """Return the dtype in which the parameter in `slot` is gathered.
 
-    `dtype` is the requested dtype for all floating-point parameters, or None. `casts` is the dtype
-    of an autocast around the model, or None. It is used for float32 parameters of linear layers if
-    `dtype` is None. Other parameters keep their dtype.
+    `dtype` is the requested dtype for all floating-point parameters. If it is None, float32
+    parameters of linear layers get `casts`, the dtype of an autocast around the model, if any.
+    Other parameters keep their dtype.
     """
     # an autocast would cast these parameters whenever the layers compute; so the results are the
     # same, gathering needs half the bytes, and the backward pass needs no cast copies

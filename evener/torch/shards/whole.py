@@ -95,8 +95,9 @@ def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any)
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
-    `parameters` are the units' parameters by the unit's name. Return an empty list if they, their
-    gradients and their optimizer state would take more than a quarter of the model's bytes.
+    `parameters` has each unit's parameters by the unit's name. Return an empty list if the trained
+    ones, their gradients and their optimizer state would take more than a quarter of the model's
+    bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]

@@ -79,8 +79,8 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 def find_code(caller: FrameType) -> Code | None:
     """Return the program's own code that calls backward, with its module's variables.
 
-    `caller` is the frame that calls backward. Return None if it and the next frames, CALLERS in
-    total, all belong to libraries.
+    `caller` is the frame that calls backward. Return None if the innermost CALLERS frames from
+    `caller` on all belong to libraries.
     """
     frame = caller
     for _ in range(CALLERS):

@@ -171,8 +171,8 @@ class BatchTracker:
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """Return the batch that matches `data`, or None if it doesn't matter which one that is.
 
-        `epochs` may contain the batch. `match` returns the matching batches. Raises RequestError if
-        several batches are possible and they weight the ranks differently.
+        `epochs` are those that may contain the batch. `match` returns the matching batches. Raises
+        RequestError if several batches are possible and they weight the ranks differently.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)

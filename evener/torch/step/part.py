@@ -86,7 +86,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return a part with the rows of the pass `turn`, with a weight in proportion.
+        """Return a part with the rows of the pass `turn`, weighted in proportion.
 
         `turn` is a planned pass or, after that ran out of memory, some of its rows. This part
         itself is returned if `turn` has all of its rows.

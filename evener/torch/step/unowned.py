@@ -57,10 +57,11 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those parameters that belong to modules.
+        """Return those of these parameters that belong to modules.
 
-        `parameters` are those whose gradients an optimizer is about to apply. Raises RequestError
-        if one in no module has a gradient of this rank's rows only. Every rank has to call this.
+        Every rank calls this before an optimizer applies the parameters' gradients. Raises
+        RequestError if a parameter in no module has a gradient that comes only from this rank's
+        rows.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         unowned = [each for each in parameters if id(each) not in owned]

@@ -51,8 +51,8 @@ class BatchWeights(BatchTracker):
     """The number of rows of each rank in a batch, and the resulting weight of this rank.
 
     - `shares`: the current shares.
-    - `weigh`: where the weight is applied: to "gradients" before they are summed, to each "loss" by
-      the loop's calls of `scale`, or by a "trainer" adapter.
+    - `weigh`: "gradients" to weight gradients before they are summed, "loss" to weight losses by
+      `scale`, "trainer" if a trainer's adapter weights them.
     - `timer`: notified when the last gradient of a step is ready.
     - `noise`: measures the noise scale; None if it isn't requested.
     """
@@ -383,8 +383,8 @@ class BatchWeights(BatchTracker):
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
         """Return the batch that a wrapped model computes now, which determines gradient weights.
 
-        `inputs` are the model's nested arguments. Return None if no weight is needed. For an
-        unknown batch, raises RequestError in training mode, and otherwise returns it.
+        `inputs` are the model's nested arguments. Return None if no weight is needed. If the batch
+        is unknown, raise RequestError in training mode, and return the error otherwise.
         """
         # outside of training mode, there may be no backward pass
         if self._auditing:

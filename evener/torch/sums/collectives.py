@@ -96,9 +96,9 @@ def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return how many collectives among several ranks this process has started.
+    """Return the number of collectives that this process has started with other ranks.
 
-    The keys name a process group and a device.
+    There is a number for each process group and device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -114,9 +114,10 @@ def gather_rows(
     - `by_loss`: True if losses are weighted, False if the model's gradients are weighted later.
     - `timer`: doesn't count the collectives as compute time (own work).
 
-    The gradient of a rank's rows sums those of all ranks' losses, weighted by the ranks' rows. That
-    is exact if every rank computes the whole batch's loss, or the mean over its own rows. Raises
-    RequestError if the number of rows is wrong, or if shapes or dtypes differ between ranks.
+    A row's gradient is the sum of its gradients from all ranks' losses, each weighted by the number
+    of rows on its rank. That is exact if every rank computes the whole batch's loss, or the mean
+    over its own rows. Raises RequestError if the number of rows is wrong, or if shapes or dtypes
+    differ between ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
