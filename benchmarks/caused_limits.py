@@ -59,6 +59,14 @@ class CausedRun(NamedTuple):
     summary: TrainingSummary
     records: tuple[LiveRecord, ...]
 
+    @property
+    def measured_s(self) -> float:
+        """The mean duration of a step by the clock, in seconds, including the time between steps.
+
+        It doesn't depend on how well the parts of steps are measured.
+        """
+        return self.summary.seconds / self.summary.steps
+
 
 def run_rank(
     rank: int, cause: str, folder: str, steps: int, places: Sequence[Mapping[str, str]]
@@ -121,7 +129,8 @@ def _find_ports(count: int) -> list[str]:
 def print_parts(turn: Mapping[str, CausedRun]) -> None:
     """Print the mean parts of a step of each rank in ms, for each cause."""
     for cause, run in turn.items():
-        print(f"{cause}: {1e3 * run.summary.step_s:.2f} ms a step")
+        by_clock = f"{1e3 * run.measured_s:.2f} by the clock"
+        print(f"{cause}: {1e3 * run.summary.step_s:.2f} ms a step, {by_clock}")
         for record in run.records:
             whole, work = record.whole, record.devices[0]
             names = [name for name in whole.__struct_fields__[1:] if whole.mean(name) >= 5e-6]
@@ -156,13 +165,13 @@ def judge_gains(turns: Sequence[Mapping[str, CausedRun]]) -> None:
     intervals: list[tuple[bool, float]] = []  # whether it holds the true gain; its half-width
     for cause in turns[0]:
         plain = (WITHOUT[cause],) if cause in WITHOUT else PLAIN
-        known = [turn[name].summary.step_s for turn in turns for name in plain if name in turn]
+        known = [turn[name].measured_s for turn in turns for name in plain if name in turn]
         if cause in (*PLAIN, SHORT_EPOCHS, *OTHERWISE) or not known:
             continue
         plain_s = median(known)
         summaries = [turn[cause].summary for turn in turns]
         limits = [each.limits[0] for each in summaries if each.limits]
-        step_s = median(each.step_s for each in summaries)
+        step_s = median(turn[cause].measured_s for turn in turns)
         true = step_s / (step_s - SAVED.get(cause, 1.0) * (step_s - plain_s)) - 1
         if not limits:
             print(f"MISS {cause}: not named; the remedy gives {100 * true:+.0f} %")

@@ -98,6 +98,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     limits: tuple[TrainingLimit, ...]  # bottlenecks, the largest first
     parts_known: bool  # True if the ranks reported the parts of their steps
+    # True if the rows come from no DataLoader: their number is unknown, and a step is an update
+    without_loader: bool = False
     ranks: tuple[RankSummary, ...]
     missing_ranks: int  # number of ranks on other hosts or without a record
     changes: tuple[ShareChange, ...]
@@ -169,6 +171,7 @@ def summarize_training(
         step_s=judged.step_s,
         limits=judged.limits,
         parts_known=any(rank.measured.sums.steps for rank in matched),
+        without_loader=any(each.without_loader for each in records),
         ranks=tuple(map(_MatchedRank.summarize, matched, steps)),
         missing_ranks=missing,
         changes=_find_changes(records),
@@ -248,12 +251,18 @@ def _describe_speed(summary: TrainingSummary) -> str:
         of = f"{percent(summary.of_plan)} of" if summary.of_plan else "beside"
         plan = f", {of} the plan's {rate(summary.plan_samples_per_second)}"
     steps = f"{count_words(summary.steps)} steps in {duration(summary.seconds)}"
+    if summary.without_loader:
+        per_second = summary.steps / summary.seconds if summary.seconds else 0.0
+        return f"speed: {rate(per_second)} steps/s; {steps}; its rows come from no DataLoader"
     return f"speed: {rate(summary.samples_per_second)} samples/s{plan}; {steps}"
 
 
 def _describe_limits(summary: TrainingSummary) -> str:
     if not summary.parts_known:
         return "limited by: not known, as this training doesn't report the parts of its steps"
+    if not summary.limits and summary.without_loader:
+        text = "nothing that shows without a DataLoader: making rows counts as own work"
+        return f"limited by: {text}, of {milliseconds(summary.step_s)} a step"
     if not summary.limits:
         return f"limited by: nothing beside own work, of {milliseconds(summary.step_s)} a step"
     named = [
@@ -263,7 +272,8 @@ def _describe_limits(summary: TrainingSummary) -> str:
     ]
     rest = 1 - sum(each.share for each in summary.limits)
     if len(summary.limits) <= MOST_NAMED and rest > 0:
-        named.append(f"the rest, {percent(rest)}, is own work and small parts")
+        rows = ", with making rows," if summary.without_loader else ""
+        named.append(f"the rest, {percent(rest)}, is own work{rows} and small parts")
     return f"limited by: {'; '.join(named)}"
 
 
@@ -293,6 +303,8 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
     memory = [f"memory: {', '.join(held)}"] if held else []
     if not summary.ranks:
         return memory
+    if summary.without_loader:
+        return [*(_describe_device(each) for each in summary.ranks), *memory]
     shares = ", ".join(map(_describe_share, summary.ranks))
     missing = f"; {summary.missing_ranks} ranks aren't seen here" if summary.missing_ranks else ""
     return [f"shares: {shares}{_describe_changes(summary)}{missing}", *memory]
@@ -302,9 +314,17 @@ def _describe_share(rank: RankSummary) -> str:
     """Return a share and its compute time as text, such as "48 on GPU:1 (60 ms of own work)"."""
     if not rank.share:
         return f"none on {rank.device}, which holds a part of the state"
+    return f"{write_share(rank.share, rank.micro)} on {rank.device}{_describe_own_work(rank)}"
+
+
+def _describe_device(rank: RankSummary) -> str:
+    """Return the line on a device whose rows are unknown."""
+    return f"device: {rank.device}{_describe_own_work(rank)}"
+
+
+def _describe_own_work(rank: RankSummary) -> str:
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
-    own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
-    return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"
+    return f" ({milliseconds(own_s)} of own work)" if own_s else ""
 
 
 def _describe_changes(summary: TrainingSummary) -> str:

@@ -121,6 +121,8 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Count = 0  # peak memory of this rank on the device; 0: unknown
     memory_of_bytes: Count = 0  # the device's memory; 0: unknown
     pending: PendingShares | None = None  # null: shares stay as they are
+    # True if the rows come from no DataLoader, so that waiting for them counts as own work
+    without_loader: bool = False
     run: Text = ""  # the run that holds its journal; empty: no journal
 
 

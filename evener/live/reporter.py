@@ -289,6 +289,19 @@ class Reporter:
             if self._journal is not None:
                 self._journal.close()
 
+    def discard(self) -> None:
+        """Stop reporting, and remove what was reported to the monitor and to the launcher.
+
+        This is for a training run that something else reports, too. Its journal stays.
+        """
+        with self._lock:
+            self._last_call = None
+            self.close()
+            kept = launched_records()
+            if kept:
+                with contextlib.suppress(OSError):
+                    self._kept_file(kept).unlink(missing_ok=True)
+
     def _note_end(self) -> None:
         """Record the last steps, which aren't in a file yet, for the journal and the launcher."""
         kept = launched_records()
@@ -426,7 +439,11 @@ class Reporter:
     def _keep(self, record: LiveRecord, folder: Path) -> None:
         """Copy the record to the launcher's folder, to be read after this process has exited."""
         with contextlib.suppress(OSError):
-            replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
+            replace_file(self._kept_file(folder), msgspec.json.encode(record))
+
+    def _kept_file(self, folder: Path) -> Path:
+        """Return the path of the record's copy in the launcher's folder."""
+        return folder / f"{self._pid}.{self._serial}.json"
 
     def _write(self, record: LiveRecord) -> None:
         """Write the record to the first writable folder, in place of the last record."""
@@ -481,6 +498,11 @@ def newest_reporter() -> Reporter | None:
     """
     reporting = [each for each in list(_reporters) if each._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
+
+
+def is_reported_elsewhere(own: Reporter | None) -> bool:
+    """True if another reporter of this process than `own` has reported a step."""
+    return any(each is not own and each._last_call is not None for each in list(_reporters))
 
 
 def report(

@@ -38,9 +38,16 @@ _FIT_LOOP = (
     ("_FitLoop.run", "strategies:run"),
     ("_FitLoop.on_advance_start", "strategies:begin_epoch"),
 )
+# hooks of any process that may turn out to train alone: its steps are timed
+_TIMED = (
+    ("utils.data.DataLoader.__iter__", "single:begin_loop"),
+    ("autograd.backward", "single:SINGLE.run_backward"),
+    ("save", "single:SINGLE.save"),
+)
 # a library's module -> pairs of a function and its wrapper, as file:function
 _HOOKS = {
     "torch": (
+        *_TIMED,
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
         ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
@@ -73,7 +80,7 @@ _HOOKS = {
 # hooks of a single process that evener run started, without shares: it may start processes, and a
 # Trainer can recover from running out of memory
 _ALONE = {
-    "torch": (("distributed.init_process_group", "group:begin"),),
+    "torch": (*_TIMED, ("distributed.init_process_group", "group:begin")),
     "torch.multiprocessing.spawn": _HOOKS["torch.multiprocessing.spawn"],
     "transformers.trainer": _HOOKS["transformers.trainer"],
 }
@@ -129,6 +136,7 @@ def _register() -> None:
     hooks = _ALONE if alone else _HOOKS
     for module in hooks:
         register_post_import_hook(partial(_wrap, hooks), module)
+    register_post_import_hook(_time_updates, "torch")
     if not alone:
         register_post_import_hook(_watch_steps, "torch")
         register_post_import_hook(_watch_loader_classes, "torch")
@@ -172,6 +180,12 @@ def _watch_steps(_: Any) -> None:
 
     register_optimizer_step_pre_hook(_import_later("program:PROGRAM.begin_update"))
     register_optimizer_step_post_hook(_import_later("program:PROGRAM.note_update"))
+
+
+def _time_updates(_: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(_import_later("single:SINGLE.end_update"))
 
 
 def _watch_loader_classes(torch: Any) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from wrapt import wrap_function_wrapper
 
 # Called in each step, so these are PyTorch's functions themselves, without a wrapper.
 
@@ -112,6 +113,14 @@ def is_view(tensor: Any) -> bool:
 def is_loader_iterator(iterator: Any) -> bool:
     """True if the iterator is one that PyTorch makes for a DataLoader, or is derived from one."""
     return isinstance(iterator, _BaseDataLoaderIter)
+
+
+def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
+    """Call `wrapper` whenever an iterator that PyTorch makes for a DataLoader yields a batch.
+
+    `wrapper` gets the original method, the iterator, and the arguments, as wrapt passes them.
+    """
+    wrap_function_wrapper(_BaseDataLoaderIter, "__next__", wrapper)
 
 
 def count_yielded(iterator: Any) -> int:

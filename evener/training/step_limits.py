@@ -111,8 +111,7 @@ def judge_training(
     steps = tuple(
         divide_steps([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
     )
-    known = [each.step_s for each in steps if each.step_s > 0]
-    step_s = fmean(known) if known else 0.0  # ranks wait for each other, so it is the same for all
+    step_s = _find_step_seconds(steps)
     if step_s <= 0:
         return TrainingAnalysis(0.0, steps, (), None)
     parts = [*_list_single_parts(ranks, steps, step_s, competitors)]
@@ -122,6 +121,20 @@ def judge_training(
         advice = advise_shares(ranks, step_s) if whole else None
         parts.append(_with_advice(unequal, advice, step_s))
     return TrainingAnalysis(step_s, steps, find_limits(step_s, parts), advice)
+
+
+def _find_step_seconds(steps: Sequence[RankStep]) -> float:
+    """Return the mean duration of a step in seconds; 0 if it is unknown.
+
+    A step takes equally long on all ranks, because they wait for each other. Waits are timed in
+    only some of the steps, so a long wait in a single step may be missed. Therefore the ranks that
+    wait least know the duration best.
+    """
+    known = [each for each in steps if each.step_s > 0]
+    if not known:
+        return 0.0
+    last = list_last(known, fmean(each.step_s for each in known))
+    return fmean(known[place].step_s for place in last)
 
 
 def _list_single_parts(

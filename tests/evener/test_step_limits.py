@@ -139,6 +139,14 @@ def test_unequal_work_has_the_gain_of_the_shares_that_are_advised() -> None:
     assert judge_training([quick, slow], whole=False).advice is None
 
 
+def test_a_step_takes_as_long_as_on_the_rank_that_waits_least() -> None:
+    """Of a wait in single steps, as for another rank's checkpoint, a part is missed."""
+    writes, waits = rank(files_s=0.4), rank("GPU:1", meeting_s=0.3)
+    judged = judge_training([writes, waits])
+    assert judged.step_s == pytest.approx(0.1 + 0.001 + 0.4)
+    assert judged.limits[0].kind == LimitKind.CHECKPOINTS
+
+
 def test_noise_makes_nobody_slow() -> None:
     assert kinds(rank(meeting_s=0.02, spread=0.3), rank("GPU:1", own_work_s=0.12, spread=0.3)) == []
 

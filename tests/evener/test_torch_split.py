@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +25,8 @@ from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
 from evener.torch import Split
+from evener.torch.ranks import own_work
+from evener.torch.ranks.own_work import StepReporter
 from evener.torch.ranks.peers import leave_group
 from evener.torch.ranks.ranks import ProcessRank, choose_device
 from evener.torch.step.wrapped import model_digest, wrap_module
@@ -326,6 +329,31 @@ def test_training_is_reported_and_validation_is_not(monkeypatch: pytest.MonkeyPa
     for _ in split.loader(ROWS):
         pass
     assert reported == [(8, "cpu-1-of-2"), (8, "cpu-1-of-2"), (4, "cpu-1-of-2")]
+
+
+def test_a_validation_takes_as_long_as_all_of_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loader and the model's forward pass both show each batch, which is one batch."""
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now)
+    monkeypatch.setattr(own_work, "time", clock)
+    monkeypatch.setattr(own_work.HostClock, "mark", staticmethod(clock.perf_counter))
+    monkeypatch.setattr(StepReporter, "report", lambda *_: None)
+    split = Split(plan((0, 8)))
+    model = split.wrap(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(8):
+        for (inputs,) in split.loader(ROWS):
+            model(inputs).sum().backward()
+            now += 1
+            optimizer.step()
+        with torch.no_grad():
+            for (inputs,) in split.loader(ROWS, training=False):
+                model(inputs)
+                now += 2
+    split.timer.last()
+    sums = split.timer.sums.whole
+    assert sums.validation_s == 7 * 3 * 2, "all but the last one, which no step follows"
+    assert sums.between_s == 0
 
 
 def test_a_split_that_is_dropped_leaves_no_report(

@@ -102,6 +102,10 @@ class HostClock:
         """Return True, because a CPU has computed everything that precedes a mark."""
         return True
 
+    def is_captured(self) -> bool:
+        """Return False, because a CPU computes at once."""
+        return False
+
     def seconds(self, start: float, end: float) -> float:
         """Return the time between two marks, in seconds."""
         return end - start
@@ -135,6 +139,10 @@ class GpuClock:
     def is_past(self, mark: Any) -> bool:
         """True if the GPU has computed everything before a mark; this method doesn't wait."""
         return bool(mark.query())
+
+    def is_captured(self) -> bool:
+        """True if the current stream records a CUDA graph, so that nothing is computed now."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two marks on the GPU, in seconds."""
@@ -437,6 +445,39 @@ class StepTimer:
             self._doing = BETWEEN
             self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
+    def is_captured(self) -> bool:
+        """True if the program records a CUDA graph now, in which no time can be measured."""
+        return bool(self._clock.is_captured())
+
+    def note_pass_alone(self) -> None:
+        """Record the end of a backward pass in a training run of one process.
+
+        Such a run needn't report its passes. If it does, it is known whether its GPU is behind its
+        host, and the time until the update, such as for clipping, doesn't count as own work.
+        """
+        computed = self._computed
+        self.note_gradients()
+        self.note_enqueued()
+        self.note_backward()
+        self._computed = computed  # only an update makes the batch a step
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Return a context in which the program writes a file while its own work is timed.
+
+        In other phases the time that files take is found by the number of bytes written.
+        """
+        if self._doing == OWN:
+            began_s = time.perf_counter()
+            yield
+            self._untimed.files_s += time.perf_counter() - began_s
+            return
+        is_own = bool(self._marks) and self._marks[-1][0] == OWN
+        self._enter(FILES, OWN)
+        yield
+        if is_own:
+            self._enter(OWN, FILES)
+
     def note_update(self) -> None:
         """Begin the phase of an optimizer's step, and count the step."""
         self._applied = True
@@ -482,6 +523,8 @@ class StepTimer:
         marks = self._marks or self._apart
         if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
             return
+        if not self._marks:
+            self._asked = None  # the next loop hasn't really begun
         if self._validates and marks[-1][0] == BETWEEN:
             _, mark = marks.pop()  # the validation continues
             self._clock.reuse([mark])
@@ -592,6 +635,15 @@ class StepTimer:
             self._idle_s = _idle_seconds()
         return self._computed
 
+    def start_loop(self) -> None:
+        """Record that a loop begins, so that the time until its first batch counts as input.
+
+        Starting a loader's workers takes a part of that time. If another loop's batch hasn't ended,
+        do nothing.
+        """
+        if self._asked is None and not self._marks and self._doing is None:
+            self.finish()
+
     def _finish_untimed(self, counts: bool) -> None:
         """Count a batch that wasn't timed.
 
@@ -609,7 +661,8 @@ class StepTimer:
     def _choose_next(self) -> None:
         """Decide whether the next batch is timed, and when to decide again."""
         number = self._batches + 1
-        self._next_timed = self._choice is None or self._choice.is_timed(number)
+        is_chosen = self._choice is None or self._choice.is_timed(number)
+        self._next_timed = is_chosen or bool(self._apart)
         self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
@@ -631,9 +684,11 @@ class StepTimer:
             self._cpu,
             (self._validated_before, self._validation_batches if self._validates else 0),
             self._next_timed,
-            self._untimed,
+            # A loop's first batch is always timed, and unlike the others, so it represents none
+            _Untimed() if self._before else self._untimed,
         )
-        self._untimed = _Untimed()
+        if not self._before:
+            self._untimed = _Untimed()
         self._marked.append(step)
         if len(self._marked) >= TIMED_AT_ONCE:
             self._time_past()
@@ -778,12 +833,14 @@ class StepTimer:
 
         `spans` are the durations of its phases, and `input_s` is the time until its batch arrived.
         """
-        # with the time since the previous loop if a loop began with the step
+        # If a loop began with the step, the time since the previous loop is included. Fetching the
+        # loop's first batch is a part of that time, unless `start_loop` was called before.
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
         if marked.apart:
-            apart, rest_s = _add_spans(self._clock.seconds, marked.apart, marked.marks[0][1])
+            end = marked.marks[0][1] if marked.asked is None else marked.asked
+            apart, rest_s = _add_spans(self._clock.seconds, marked.apart, end)
             _add_last_batch(apart, rest_s, marked.validations[0])
             files_s += apart.get(FILES, 0.0)
             validation_s += apart.get(VALIDATION, 0.0)
@@ -927,6 +984,7 @@ class StepReporter:
             "",
         )  # number of passes that ran out of memory, and a message about the last one
         self.pending: Callable[[], PendingShares | None] = lambda: None  # the next change of shares
+        self.without_loader = False  # True if the rows come from no DataLoader
         self._journal = None
         if (journal or launched_run()) and shares.rank == 0:
             names = tuple(map(describe, shares.shares))
@@ -936,7 +994,7 @@ class StepReporter:
         self._described: RankShares | None = None  # the shares of the last whole report
         self._lines = 0  # number of lines from other ranks in the journal
         self._memory, self._memory_at = (0, 0), -math.inf
-        self._reporter = Reporter(
+        self.reporter = Reporter(
             self._describe,
             self._journal,
             timer.now,
@@ -950,10 +1008,10 @@ class StepReporter:
         `tokens` are the numbers of tokens in these rows, without and with padding; zeros mean
         unknown.
         """
-        if self.shares is self._described and self._reporter.count(rows, tokens):
+        if self.shares is self._described and self.reporter.count(rows, tokens):
             return
         self._described = self.shares
-        self._reporter.report(
+        self.reporter.report(
             rows,
             devices=(self.shares.share,),
             framework="torch",
@@ -1006,7 +1064,7 @@ class StepReporter:
         """Stop reporting, so that the monitor removes this training run."""
         self._collect_retreats()
         self._memory_at = -math.inf
-        self._reporter.close()
+        self.reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
         self._collect_retreats()
@@ -1031,6 +1089,7 @@ class StepReporter:
             memory_bytes=memory_bytes,
             memory_of_bytes=memory_of_bytes,
             pending=self.pending(),
+            without_loader=self.without_loader,
             run=launched_run(),
         )
         return details, (work,)

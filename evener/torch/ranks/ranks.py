@@ -374,6 +374,27 @@ def find_shares(
     return _share_by_plan(chosen, global_batch, process, gpus, differences, ranks, device)
 
 
+def describe_alone(device: Any, rows: int) -> RankShares:
+    """Return the shares of a program that trains on `device` alone, with `rows` rows per step.
+
+    If the device is the CPU, it has the id of the CPU slice on which evener started this process.
+    """
+    name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
+    share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)
+    if device.type == "cpu" and not is_cpu(share):
+        share = msgspec.structs.replace(share, device=str(device))
+    return RankShares(
+        rank=0,
+        batches=(rows,),
+        micros=(rows,),
+        passes=(1,),
+        shares=(share,),
+        workload=os.path.basename(sys.argv[0]),
+        training=secrets.token_hex(8),
+        device=device,
+    )
+
+
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
     """Return the UUID of this process's GPU, a key of `gpus`; "" if `device` isn't a GPU."""
     if device is None or device.type != "cuda":

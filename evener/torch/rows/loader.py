@@ -78,6 +78,9 @@ class StepListener:
         `digest` identifies them on this rank. The digests of all ranks must be equal.
         """
 
+    def start(self) -> None:
+        """Called when a loop begins, before worker processes are started for it."""
+
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Called when the loop gets a batch; `sizes` are the ranks' numbers of rows in it.
 
@@ -198,6 +201,7 @@ class Loader:
             )
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_by_length)
         origin.loader = weakref.ref(self)
+        listener.start()
         batches = sampler.join_passes(iter(self._fetch))
         schedule = sampler.schedule
         ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None

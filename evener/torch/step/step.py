@@ -83,6 +83,11 @@ class LoaderSteps(StepListener):
                 ),
             )
 
+    def start(self) -> None:
+        """Begin to wait for a loop's first batch."""
+        if self.trains:
+            self.training.timer.start_loop()
+
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a step when the loop gets a batch.
 

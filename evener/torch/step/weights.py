@@ -390,7 +390,9 @@ class BatchWeights(BatchTracker):
         if self._auditing:
             return None
         if not torch.is_grad_enabled():
-            self.timer.note_validation()
+            # a loader for validation has already noted its batch
+            if self.current is None or self.current.origin.training:
+                self.timer.note_validation()
             if self.current is not None:
                 self.current.used = True
             return None

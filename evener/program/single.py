@@ -1,0 +1,290 @@
+"""Time the training steps of a program that trains in one process, for the summary at its end.
+
+Such a program has no process group, or one of a single process, and trains by a loop of its own.
+`evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
+pass, and when an optimizer steps. The program itself runs unchanged.
+
+A step usually begins with a batch of a DataLoader. If the program's rows come from no DataLoader, a
+step is the time between two updates of the same optimizer, and its rows are unknown.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from ..live.reporter import is_reported_elsewhere
+from ..torch.private import backward_number, wrap_next_batch
+from ..torch.ranks.own_work import StepReporter, StepTimer, make_timer
+from ..torch.ranks.ranks import describe_alone
+from ..training.first_rank import is_eveners_rank, is_released
+
+# Updates without a batch of a DataLoader in between, after which the rows come from no DataLoader
+FEWEST_UPDATES = 8
+# Batches in a row without a backward pass, after which a loader is for validation. Some loops
+# request a batch before they train with the last one.
+MOST_UNTRAINED = 2
+# The number of steps, in the first ones and then in every CHECK_STEPS, in which it is checked
+# whether something else reports the steps
+FIRST_STEPS, CHECK_STEPS = 4, 64
+
+
+class _Iteration:
+    """An iteration over a DataLoader; `loader` is None if the loader isn't known."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.passes = -1  # number of backward passes when the last batch was requested
+        self.untrained = 0  # number of batches in a row without a backward pass
+
+
+class SingleTraining:
+    """Times and reports the steps of the one process that trains a program.
+
+    Nothing is reported before the first update of one of PyTorch's optimizers, so a program that
+    trains nothing leaves no record. Reporting ends for good if the program reports its own steps,
+    as by a Trainer, or makes a process group of several processes.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._thread = 0  # the thread that trains
+        self._device: torch.device | None = None  # set at the first update
+        self._timer: StepTimer | None = None  # set after that update
+        self._reporter: StepReporter | None = None  # set at the first step
+        self._iterations: weakref.WeakKeyDictionary[Any, _Iteration] = weakref.WeakKeyDictionary()
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders of training loops
+        self._validating: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders for validation
+        self._rows: dict[int, int] = {}  # rows of each iteration's batches since the last step
+        self._passes = 0  # number of backward passes and updates
+        self._has_batch = False  # True from a batch of a DataLoader until the end of its loop
+        self._updated = False  # True if an optimizer has stepped since the step began
+        self._updates = 0  # number of updates in a row without a batch of a DataLoader
+        self._first: weakref.ref[Any] | None = None  # the optimizer whose update ends such a step
+        self._has_loader = False  # True once a batch of a DataLoader was trained
+        self._steps = 0
+
+    @property
+    def _is_without_loader(self) -> bool:
+        """True once it is known that the program's rows come from no DataLoader."""
+        return self._updates >= FEWEST_UPDATES
+
+    def note_loop(self, loader: Any, iterator: Any) -> None:
+        """Record that `iterator` yields the batches of `loader`."""
+        if not self._is_over:
+            self._iterations[iterator] = _Iteration(weakref.ref(loader))
+
+    def begin_loop(self, loader: Any) -> None:
+        """Record that a loop over `loader` begins, whose workers may have to be started."""
+        is_training = torch.is_grad_enabled() and loader in self._training
+        if self._timer is not None and is_training and not self._has_batch:
+            self._timer.start_loop()
+
+    def fetch(self, wrapped: Any, iterator: Any, arguments: Any, keywords: Any) -> Any:
+        """Return the next batch of a DataLoader's iterator; this wraps its `__next__`.
+
+        The time that this takes is a step's input, unless the batch is for validation.
+        """
+        timer = self._timer
+        if timer is None or self._is_without_loader or get_ident() != self._thread:
+            return wrapped(*arguments, **keywords)
+        iteration = self._iterations.get(iterator)
+        if iteration is None:
+            iteration = self._iterations[iterator] = _Iteration(None)
+        if not torch.is_grad_enabled() or self._is_validation(iteration):
+            self._rows.pop(id(iterator), None)
+            timer.note_validation()
+            return wrapped(*arguments, **keywords)
+        if self._has_batch:
+            self._end_step(timer)
+        else:
+            timer.start_loop()
+        try:
+            batch = wrapped(*arguments, **keywords)
+        except StopIteration:
+            self._has_batch = False
+            if iteration.untrained:
+                self._rows.pop(id(iterator), None)
+            timer.pause()
+            raise
+        rows = _count_rows(batch, iteration)
+        self._rows[id(iterator)] = self._rows.get(id(iterator), 0) + rows
+        self._has_batch = True
+        timer.begin((rows,))
+        return batch
+
+    def _is_validation(self, iteration: _Iteration) -> bool:
+        """True if the batch that is requested next is for validation.
+
+        It is if no backward pass followed several batches of this iteration, or of an earlier one
+        over the same loader.
+        """
+        loader = None if iteration.loader is None else iteration.loader()
+        if iteration.passes == self._passes:
+            iteration.untrained += 1
+            if loader is not None and iteration.untrained == MOST_UNTRAINED:
+                self._validating.add(loader)
+        elif iteration.passes >= 0:
+            iteration.untrained = 0
+            self._validating.discard(loader)
+            if loader is not None:
+                self._training.add(loader)
+        iteration.passes = self._passes
+        return iteration.untrained >= MOST_UNTRAINED or loader in self._validating
+
+    def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        """Run a backward pass; this wraps `torch.autograd.backward`."""
+        if self._device is not None and self._timer is None:
+            self._begin(self._device)
+        result = wrapped(*arguments, **keywords)
+        timer = self._timer
+        # a backward pass inside another one, as with checkpointing, doesn't count
+        if timer is None or backward_number() != -1 or not self._is_own_thread:
+            return result
+        self._passes += 1
+        if self._is_captured:
+            self._stop()
+        else:
+            timer.note_pass_alone()
+        return result
+
+    def save(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        """Write a file, such as a checkpoint; this wraps `torch.save`.
+
+        If a step begins with a batch of a DataLoader, the timer itself finds the time of files.
+        """
+        if self._timer is None or not self._is_without_loader or not self._is_own_thread:
+            return wrapped(*arguments, **keywords)
+        with self._timer.writing():
+            return wrapped(*arguments, **keywords)
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._thread in (0, get_ident())
+
+    @property
+    def _is_captured(self) -> bool:
+        """True if the program is recording a CUDA graph, whose replays can't be timed."""
+        return self._timer is not None and self._timer.is_captured()
+
+    def end_update(self, optimizer: Any, *_: Any) -> None:
+        """Record that an optimizer has stepped; PyTorch calls this after each update.
+
+        The timer begins later, because it adds hooks, which can't be done while they are called.
+        """
+        if self._is_over or not self._is_own_thread:
+            return
+        if self._timer is None:
+            self._thread = get_ident()
+            self._device = _find_device(optimizer)
+            return
+        if self._is_captured:
+            self._stop()
+            return
+        self._updated = True
+        self._passes += 1
+        if self._has_batch or self._has_loader:
+            return
+        first = None if self._first is None else self._first()
+        if first is None:
+            self._first = weakref.ref(optimizer)
+        elif first is optimizer:
+            self._updates += 1
+            if self._is_without_loader:
+                self._end_step(self._timer)
+                self._timer.begin((0,))
+
+    def _begin(self, device: torch.device) -> None:
+        """Begin to time the program's steps, unless something else reports them."""
+        if self._is_over or not self._is_own_thread:
+            return
+        if not self._is_only_report:
+            self._is_over = True
+            return
+        self._timer = make_timer(device, single_rank=True)
+        wrap_next_batch(self.fetch)
+
+    def _end_step(self, timer: StepTimer) -> None:
+        """End a step and, if an optimizer has stepped in it, report the step."""
+        timer.finish()
+        if not self._updated:
+            return
+        if self._steps % CHECK_STEPS < FIRST_STEPS and not self._is_only_report:
+            self._stop()
+            return
+        self._updated = False
+        self._steps += 1
+        self._has_loader |= self._has_batch
+        # a step may take batches of several loaders
+        rows = max(self._rows.values(), default=0)
+        self._rows.clear()
+        if self._reporter is None:
+            assert self._device is not None
+            self._reporter = StepReporter(describe_alone(self._device, rows), timer)
+            self._reporter.without_loader = self._is_without_loader
+        self._reporter.report(rows)
+
+    @property
+    def _is_only_report(self) -> bool:
+        """True if nothing else in this process reports steps, and no other process trains."""
+        own = None if self._reporter is None else self._reporter.reporter
+        return _trains_alone() and not is_reported_elsewhere(own)
+
+    def _stop(self) -> None:
+        """Stop timing and reporting, and remove what was reported."""
+        self._is_over = True
+        if self._reporter is not None:
+            self._reporter.reporter.discard()
+        if self._timer is not None:
+            self._timer.release()
+        self._timer = self._reporter = None
+
+
+SINGLE = SingleTraining()
+
+
+def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+    """Start an iteration over a DataLoader; this wraps `DataLoader.__iter__`."""
+    SINGLE.begin_loop(loader)
+    iterator = wrapped(*arguments, **keywords)
+    SINGLE.note_loop(loader, iterator)
+    return iterator
+
+
+def _trains_alone() -> bool:
+    """True if no other process takes part in the training."""
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_world_size() == 1)
+    world = os.environ.get("WORLD_SIZE", "1")
+    return world == "1" or (is_eveners_rank() and not is_released())
+
+
+def _find_device(optimizer: Any) -> torch.device:
+    """Return the device of the first parameter that the optimizer updates."""
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            return each.device
+    return torch.device("cpu")
+
+
+def _count_rows(batch: Any, iteration: _Iteration) -> int:
+    """Return the number of rows in a batch; 0 if it is unknown.
+
+    The first dimension of the batch's first tensor may be another one than rows, such as tokens or
+    the nodes of graphs. Therefore the loader's batch size counts, unless the tensor is shorter, as
+    in an epoch's last batch.
+    """
+    leaves = tree_leaves(batch)
+    first = next((each for each in leaves if isinstance(each, torch.Tensor) and each.ndim), None)
+    length = 0 if first is None else len(first)
+    loader = None if iteration.loader is None else iteration.loader()
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(size, int):
+        return length
+    return min(size, length) if length else size

@@ -1,0 +1,169 @@
+"""Steps of a loop that trains in one process are told from its validation, whatever its loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from evener.program import single
+from evener.program.single import SingleTraining
+
+Steps = list[int]  # rows of each reported step
+
+
+class Followed:
+    """A training whose loop calls the hooks as evener.program.install has PyTorch call them."""
+
+    def __init__(self) -> None:
+        self.hooks = SingleTraining()
+        self.optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+
+    def loop(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of a loader."""
+        self.hooks.begin_loop(loader)
+        iterator = iter(loader)
+        self.hooks.note_loop(loader, iterator)
+        while True:
+            try:
+                yield self.hooks.fetch(iterator.__next__, iterator, (), {})
+            except StopIteration:
+                return
+
+    def backward(self) -> None:
+        """Compute gradients."""
+        self.hooks.run_backward(lambda: None, None, (), {})
+
+    def train(self) -> None:
+        """Compute gradients and update."""
+        self.backward()
+        self.optimizer.step()
+        self.hooks.end_update(self.optimizer)
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """The rows of the steps that are reported."""
+    rows: Steps = []
+
+    class Reports:
+        def __init__(self, *_: Any) -> None:
+            self.reporter = self
+
+        def report(self, count: int) -> None:
+            rows.append(count)
+
+        def discard(self) -> None:
+            rows.clear()
+
+    monkeypatch.setattr(single, "StepReporter", Reports)
+    monkeypatch.setattr(single, "wrap_next_batch", lambda _: None)
+    monkeypatch.setattr(single, "is_reported_elsewhere", lambda _: False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return rows
+
+
+def make_loader(rows: int, size: int | None = 4) -> Any:
+    return DataLoader(torch.ones(rows, 3), size)
+
+
+def test_a_step_has_the_rows_of_its_batch(reported: Steps) -> None:
+    followed = Followed()
+    for _ in range(2):
+        for _ in followed.loop(make_loader(10)):
+            followed.train()
+    # the timer begins with the second step, whose batch came before
+    assert reported == [2, 4, 4, 2]
+
+
+def test_rows_of_accumulated_batches_belong_to_one_step(reported: Steps) -> None:
+    followed = Followed()
+    for _ in range(2):
+        for number, _ in enumerate(followed.loop(make_loader(16))):
+            followed.train() if number % 2 else followed.backward()
+    assert reported[-2:] == [8, 8]
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_validation_is_no_step(reported: Steps, with_gradients: bool) -> None:
+    followed = Followed()
+    held_back = make_loader(24)
+    for _ in range(3):
+        for _ in followed.loop(make_loader(12)):
+            followed.train()
+        with torch.set_grad_enabled(with_gradients):
+            for _ in followed.loop(held_back):
+                pass
+    assert set(reported) == {4}
+    timer: Any = followed.hooks._timer
+    timer.last()
+    assert timer.sums.whole.validation_s > 0
+
+
+def test_a_loop_that_fetches_ahead_trains(reported: Steps) -> None:
+    """It requests a batch before it trains with the last one, as accelerate does."""
+    followed = Followed()
+    for _ in range(2):
+        batches = followed.loop(make_loader(20))
+        ahead = next(batches)
+        while ahead is not None:
+            ahead = next(batches, None)
+            followed.train()
+    assert len(reported) >= 7
+    timer: Any = followed.hooks._timer
+    timer.last()
+    assert timer.sums.whole.validation_s == 0
+
+
+def test_a_step_of_two_loaders_has_the_rows_of_the_larger(reported: Steps) -> None:
+    followed = Followed()
+    pairs: Callable[[], Any] = lambda: zip(  # noqa: E731
+        followed.loop(make_loader(12)), followed.loop(make_loader(24, 8)), strict=True
+    )
+    for _ in range(2):
+        for _ in pairs():
+            followed.train()
+    assert reported[-2:] == [8, 8]
+
+
+def test_updates_without_a_loader_are_steps_of_unknown_rows(reported: Steps) -> None:
+    """Another optimizer's update belongs to the same step."""
+    followed = Followed()
+    other = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    for _ in range(20):
+        followed.train()
+        other.step()
+        followed.hooks.end_update(other)
+    assert 8 <= len(reported) <= 12
+    assert set(reported) == {0}
+
+
+def test_what_reports_its_own_steps_is_left_alone(
+    reported: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed()
+    batches = followed.loop(make_loader(600))
+    for _ in range(10):
+        next(batches)
+        followed.train()
+    assert reported
+    monkeypatch.setattr(single, "is_reported_elsewhere", lambda _: True)
+    for _ in batches:
+        followed.train()
+        if not reported:
+            break
+    assert not reported
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "rows"),
+    [(4, torch.ones(3, 7), 3), (4, torch.ones(90, 7), 4), (None, [["a"], torch.ones(5)], 5)],
+    ids=["a short last batch", "nodes of graphs", "a batch sampler's"],
+)
+def test_rows_are_counted_by_the_loader(size: int | None, batch: Any, rows: int) -> None:
+    loader = make_loader(8, size)
+    iteration = single._Iteration(lambda: loader)
+    assert single._count_rows(batch, iteration) == rows
