@@ -191,7 +191,10 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check whether each framework can be imported and sees all `gpus` GPUs of the drivers."""
+    """Check whether each framework can be imported and sees all GPUs.
+
+    The drivers list `gpus` GPUs.
+    """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note
@@ -231,7 +234,10 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Check whether a framework sees all GPUs: `seen` of the drivers' `gpus`."""
+    """Return the check of whether a framework sees all GPUs.
+
+    `seen` is the number that it sees, `gpus` the number that the drivers list.
+    """
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -453,8 +459,9 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Return the failed connections between hosts: the caller, the address and port, and the
-    reason.
+    """Return the failed connections between hosts, each with its reason.
+
+    An entry has the connecting host, the address and port, and the reason.
     """
     with ExitStack() as stack:
         listeners = {

@@ -102,9 +102,9 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 class EventThread:
     """Does work and reports events about it.
 
-    A caller of `run` does the work on its own thread. For a reader of `events`, the work has a
-    separate thread. A subclass implements `_work`, which reports events with `_emit`. `_work` must
-    wait for `_going` before it starts anything new, and return once `_halt` is set.
+    `run` does the work on the caller's thread. `events` starts a separate thread for it. A subclass
+    implements `_work`, which reports events with `_emit`. `_work` must wait for `_going` before it
+    starts anything new, and return once `_halt` is set.
 
     A signal handler may call `stop`. The reader of the events can then continue to read.
     """

@@ -263,7 +263,10 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout isn't the best layout, nor the same single device."""
+    """True if a measurement's layout can be a rival of the best layout.
+
+    The best layout itself can't, nor can the same single device with another batch.
+    """
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
 
@@ -438,7 +441,7 @@ def throughput_interval(throughput: Throughput) -> Interval:
 
 
 def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
-    """Return the sum of the devices' samples/s alone, as a tuple; empty for fewer than two."""
+    """Return the sum of the devices' samples/s, each alone; empty for fewer than two devices."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))

@@ -434,7 +434,10 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error that not even one sample fits, with the `largest` models that would."""
+    """Return the error that not even one sample fits on the device.
+
+    `largest` are the largest models that would fit, if known.
+    """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
         return NoLayoutError(none, "Free some of its memory.")

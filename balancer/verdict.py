@@ -303,11 +303,10 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer, such as batch normalization, whose statistics are computed over the rows of one
-    pass.
+    """A layer whose statistics are computed over the rows of one pass.
 
-    If a share is computed in several passes, its statistics don't cover the whole share. `rows` is
-    the number of rows per pass.
+    An example is batch normalization. If a share is computed in several passes, its statistics
+    don't cover the whole share. `rows` is the number of rows per pass.
     """
 
     layer: str

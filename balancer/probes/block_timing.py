@@ -107,10 +107,10 @@ class BlockTimer:
     The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
     measured block to `add`.
 
-    `seconds`: the time for the probe.
-    `whole`: use all of this time, however precise the result is already.
-    `steps`: if not 0, end after this number of steps, whatever time they take.
-    `first_seconds`: the duration of the step before the first block; 0 if unknown.
+    - `seconds`: the time for the probe.
+    - `whole`: use all of this time, however precise the result is already.
+    - `steps`: if not 0, end after this number of steps, whatever time they take.
+    - `first_seconds`: the duration of the step before the first block; 0 if unknown.
     """
 
     def __init__(
@@ -144,9 +144,7 @@ class BlockTimer:
         return 0 if self._over() and not self._start_second_round() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took all of the probe's time, so it is the only timed
-        step.
-        """
+        """True if the first warm-up step took all of the probe's time."""
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
@@ -260,15 +258,13 @@ class BlockTimer:
         )
 
     def _list_undisturbed(self) -> list[Block]:
-        """Return the blocks without disturbances or new memory; all blocks if these are too few."""
+        """Return the blocks without disturbances or new memory, or all if they are too few."""
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that other processes took in disturbed
-        blocks.
-        """
+        """Return the mean fraction of the cores' time that others took in disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -387,9 +383,9 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return one rank's mean time per step in each part; None for a part that any block lacks.
+    """Return one rank's mean time in each part of a step, over all blocks.
 
-    `steps` is the number of steps of all blocks.
+    A part that any block lacks is None. `steps` is the number of steps of all blocks.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -411,10 +407,10 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change from the earlier to the later half, and whether it exceeds the
-    noise.
+    """Return the relative change of the step time, and whether it exceeds the noise.
 
-    `means` has the step time of each block.
+    The later half of the blocks is compared with the earlier half. `means` has the step time of
+    each block.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -171,8 +171,9 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children; return its observation, or None if the session
-        stops.
+        """Run a probe on idle or new children, and return its observation.
+
+        Return None if the session stops.
         """
         started = time.monotonic()
         # try again if another program took a port that the children need
@@ -240,10 +241,9 @@ class ChildProber:
         return seen
 
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a failed probe's children if they have recovered from running out of memory; True if
-        kept.
+        """Keep a failed probe's children if they have recovered from running out of memory.
 
-        `key` is the group's layout without sizes.
+        Return True if they are kept. `key` is the group's layout without sizes.
         """
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
@@ -376,8 +376,7 @@ class ChildProber:
         return group
 
     def _measure_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> None:
-        """Measure the link between a new group's ranks, and store its speed in the group and the
-        facts.
+        """Measure the link between a new group's ranks, and store its speed.
 
         Kills the group if the measurement fails, and raises its error.
         """

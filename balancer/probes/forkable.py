@@ -163,7 +163,10 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of all threads of this process, also unknown to Python, that a copy lacks."""
+    """Return the ids of this process's threads that a copy would lack.
+
+    They include threads that Python doesn't know.
+    """
     found = set()
     for path in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended

@@ -150,7 +150,7 @@ class InterferenceMonitor:
         return found
 
     def _round_up(self, position: int, short: int) -> int:
-        """Return the bytes held by other processes (`short`), rounded up for the report."""
+        """Return the bytes that other processes hold (`short`), rounded up for the report."""
         # small changes aren't reported: the last value is returned until it is exceeded
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))

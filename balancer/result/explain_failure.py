@@ -65,7 +65,10 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error, with a remedy, for a run in which these `failures` ended all layouts."""
+    """Return the error, with a remedy, for a run in which all layouts failed.
+
+    `failures` are clauses about the failed devices.
+    """
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy

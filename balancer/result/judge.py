@@ -456,9 +456,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why the plan is much slower than all devices alone together; None if it isn't.
+    """Return why the plan is much slower than the summed speeds of all devices alone.
 
-    Return None also if a device wasn't measured alone, or if `limits` explain the difference.
+    Return None if it isn't, if a device wasn't measured alone, or if `limits` explain the
+    difference.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -669,7 +670,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that the chosen split leaves out, and the loss that they would cause."""
+    """Yield the hosts that the chosen split leaves out, and how much slower it is with them."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))

@@ -86,7 +86,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a doubt for each two measurements of the same layout that differ too much."""
+    """Yield a doubt for each pair of measurements of one layout that differ too much."""
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
         if isinstance(one, Timed):

@@ -928,7 +928,7 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts about the plan's measurements, and two equal devices with unequal speeds."""
+    """Yield the doubts about the plan's measurements, and a warning of unequal devices."""
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
         # repeated measurements differ by more than their noise
@@ -1112,7 +1112,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if a comparison is missing that more measuring time would complete."""
+    """True if more measuring time would complete a missing comparison."""
     found = finished.found
     if found is None:
         return False

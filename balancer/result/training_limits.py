@@ -106,8 +106,8 @@ def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
 class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
-    `turns`: the measurements in which the parts of a step are known.
-    `closer`: one that also timed steps without input or without a slow host, if any.
+    - `turns`: the measurements in which the parts of a step are known.
+    - `closer`: one that also timed steps without input or without a slow host, if any.
     """
 
     def __init__(
@@ -132,10 +132,9 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return the seconds per step of a part, on the device where it takes longest; None if
-        unknown.
+        """Return a part's seconds per step on the device where it takes longest.
 
-        `name` is a field of `PartSeconds`.
+        `name` is a field of `PartSeconds`. Return None if the part is unknown.
         """
         shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
@@ -175,7 +174,7 @@ class _Measured:
         return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
-        """Return the devices with the longest compute time, for which the others wait."""
+        """Return the positions of the devices with the longest compute time."""
         longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
         return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
@@ -358,7 +357,10 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest batches in one pass, or of fewer."""
+    """Return the rows and seconds of a device's two largest batches in one pass.
+
+    There may be fewer than two.
+    """
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:

@@ -180,10 +180,10 @@ class Budget:
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """True if a probe of `seconds` is worth its time, given the relative `gain` expected from
-        it.
+        """True if a probe is worth its time.
 
-        The required gain grows with the fraction of the remaining time that the probe takes.
+        `gain` is the relative gain expected from it, and `seconds` its duration. The required gain
+        grows with the fraction of the remaining time that the probe takes.
         """
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > self.least_gain + PRICE * seconds / left

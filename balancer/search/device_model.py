@@ -5,10 +5,8 @@ is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
-    guessed     memory: the batch at which the memory line reaches the limit, or one between
-    what
-                ran and what failed; if bytes are unknown, a split gets no more rows
-                than ran
+    guessed     memory: the batch at which the memory line reaches the limit, or one between what
+                ran and what failed; if bytes are unknown, a split gets no more rows than ran
     trusted     time: at most what is guessed, and only as far above the batches that ran as the
                 curve can be trusted; a fixed batch exceeds it if necessary
 
@@ -81,13 +79,12 @@ class DeviceModel:
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of all devices in this device's group, which can't be distinguished."""
+        """The points of this device and of all devices that can't be distinguished from it."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The device's curve when it runs alone in its process, while the other devices compute
-        too.
+        """The curve of the device alone in its process, while the other devices compute too.
 
         It is fitted to the points of the whole group; None if there are none.
         """
@@ -205,7 +202,10 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, reduced to batches that ran or whose step fits the time left."""
+        """Return `limit`, reduced so that no step takes longer than the time left allows.
+
+        It isn't reduced below the largest batch that ran.
+        """
         if math.isinf(self._time.seconds):
             return limit
         longest = max(

@@ -74,7 +74,7 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search, by priority; empty tuples for none."""
+        """Yield the next probes of each part of the search, by priority; a part may have none."""
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -105,7 +105,7 @@ class Evaluation:
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next solo probes or split's probe; empty if none is worth it."""
+        """Return exploration's next probes; empty if none is worth its time."""
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
@@ -113,7 +113,7 @@ class Evaluation:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """Return exploration's next probes after the race, with a budget of `seconds`.
 
-        None is an unlimited budget, to see whether the search would go on with more time.
+        If `seconds` is None, the budget is unlimited, which shows whether the search would go on.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
@@ -149,7 +149,7 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why the search is over, provided that it has no further probes."""
+        """Return why the search is over, assuming that it has no further probes."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -426,8 +426,8 @@ class Evaluation:
     def best_single(self) -> Result | None:
         """Return the best single device of the race.
 
-        Without any, return the fastest device alone at the requested batch, or None if no device
-        ran alone at that batch.
+        If the race has none, return the fastest device alone at the requested batch, or None if no
+        device ran alone at that batch.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:

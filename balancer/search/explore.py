@@ -1,4 +1,4 @@
-"""Choose the next measurement in the exploration phase, from a model of the machine."""
+"""Chooses the next measurement of exploration, from a model of the machine."""
 
 from __future__ import annotations
 

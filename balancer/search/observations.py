@@ -163,7 +163,7 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and its turns since the first one, if it has become slower.
+        """Return a layout's checks and its turns since the first check, if it has become slower.
 
         Otherwise, return an empty dict.
         """

@@ -98,7 +98,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """The combined samples/s by number of trainings; 0 if no pack of a number can run."""
+        """The combined samples/s by number of trainings; 0 if no pack of that number can run."""
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
@@ -121,7 +121,7 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size for each of `size` trainings side by side; 0 if none fits."""
+        """Return the batch size for each of `size` trainings side by side; 0 if no batch fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch

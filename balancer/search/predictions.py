@@ -79,7 +79,7 @@ class Predictions:
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
         """True if a device that may use several passes has time for more rows than fit in one.
 
-        It has as much time as a step of `found` takes, or unlimited time if `found` is None.
+        The time is that of a step of `found`, or unlimited if `found` is None.
         """
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
@@ -129,7 +129,8 @@ class Predictions:
     ) -> Allocation | None:
         """Return the fastest split over some or all of these devices; None if none fits.
 
-        `of` is the global batch, by default the request's. Without either, the best batch is taken.
+        `of` is the global batch, by default the request's. If neither is given, the best batch is
+        taken.
         """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch

@@ -76,10 +76,11 @@ class Difference(msgspec.Struct, frozen=True):
 class RankedLayout(msgspec.Struct, frozen=True):
     """A layout that ran in the race, compared with the winner.
 
-    `against`: the layout's samples/s divided by the winner's, minus 1; None for the winner itself.
-    `tie`: True if this difference is below 1 %, or if it may be 0 while the intervals of the two
-        layouts' samples/s overlap.
-    `turns`: the number of the layout's turns.
+    - `against`: the relative difference of its samples/s from the winner's; None for the winner
+      itself.
+    - `tie`: True if this difference is below 1 %, or if it may be 0 while the intervals of the two
+      layouts' samples/s overlap.
+    - `turns`: the number of the layout's turns.
     """
 
     candidate: Candidate

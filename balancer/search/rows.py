@@ -59,11 +59,10 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long the slowest device of a layout would take for its share alone, in
-        seconds.
+        """Return how long a layout's slowest device would take for its share if it ran alone.
 
-        A step of the layout takes longer, because its devices work together. Return None if none of
-        the devices ran alone.
+        The result is in seconds. A step of the layout takes longer, because its devices work
+        together. Return None if none of the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -139,7 +138,7 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a device alone, predicted if they were not measured.
+        """Return the samples/s of a device alone, measured or else predicted.
 
         A measurement with the other devices idle is preferred. A measurement from the solo stage,
         where all devices run at the same time, counts only if `contended`. The prediction is the
@@ -163,10 +162,9 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the highest predicted samples/s per cost, such as watts, best
-        first.
+        """Return the splits with the most predicted samples/s per cost, the best first.
 
-        Return an empty list before any cost is known.
+        A cost is, for example, the power in watts. Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -192,7 +190,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of two devices or more, but not all, to choose the most efficient from.
+        """Yield sets of at least two devices, but not all, to compare for efficiency.
 
         `costs` are the (active, idle) costs of each device.
         """
@@ -266,7 +264,7 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
-        """Yield the splits with the smallest batches that should lie within the tolerance."""
+        """Yield splits with small batches that should be within the tolerance of the fastest."""
         tolerance = self.problem.tolerance
         ran = {
             one.probe.layout
@@ -318,8 +316,9 @@ class RowPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split over all live devices, if one fits.
 
-        `splits` are the splits worth racing. A free global batch is derived from the first of them.
-        With `scaling`, also return even splits over 2, 4, ... of the fastest devices.
+        `splits` are the splits worth racing. If the user didn't fix the global batch, it is derived
+        from the first of them. With `scaling`, also return even splits over 2, 4, ... of the
+        fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -352,7 +351,7 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """Return the free global batch of an even split over these devices; 0 if nothing ran."""
+        """Choose the global batch of an even split over these devices; 0 if nothing ran."""
         count = len(positions)
         if splits:
             # as many rows per device as the first split has

@@ -89,10 +89,10 @@ class RowDemand(msgspec.Struct, frozen=True):
 class StateDivision(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
-    `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
-        exist when activations are at their peak.
-    `limits`: the bytes of each device without its headroom; None if unknown.
-    `rows`: the rows of one pass on each device, for which the division leaves room.
+    - `in_passes`: True if rows are computed in several passes; the gradients of earlier passes then
+      exist when activations are at their peak.
+    - `limits`: the bytes of each device without its headroom; None if unknown.
+    - `rows`: the rows of one pass on each device, for which the division leaves room.
     """
 
     parts: tuple[float, ...]
@@ -201,7 +201,7 @@ class Sharding:
     def _divide(
         self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
     ) -> StateDivision | None:
-        """Return the division that leaves headroom on each device; None if the state doesn't fit.
+        """Divide the state so that headroom remains on each device; None if it doesn't fit.
 
         `limits` are the devices' bytes. Devices at the positions `without_rows` only hold state.
         """
@@ -320,7 +320,7 @@ class Sharding:
         return expected < FAR_SLOWER * max(rates)
 
     def _beyond_rows(self, one: Timed) -> float:
-        """Return how many seconds a whole step took beyond the prediction without gathering."""
+        """Return how much longer a step took than predicted without gathering, in seconds."""
         layout = one.probe.layout
         return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
 
@@ -502,9 +502,9 @@ def _some_hold_only(layout: Layout) -> bool:
 class StateRoom:
     """The memory of all devices that rows leave free for the model's state.
 
-    `limits`: the devices' bytes.
-    `in_passes`: True if rows are computed in several passes, which need memory for gradients too.
-    `without_rows`: the positions of devices that only hold state.
+    - `limits`: the devices' bytes.
+    - `in_passes`: True if rows are computed in several passes, which need memory for gradients too.
+    - `without_rows`: the positions of devices that only hold state.
     """
 
     def __init__(
@@ -527,7 +527,7 @@ class StateRoom:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> StateDivision | None:
-        """Return the division for the rows with the highest expected samples/s.
+        """Return the division of the state for the rows with the highest expected samples/s.
 
         Return None if the state doesn't fit even with the fewest rows.
         """

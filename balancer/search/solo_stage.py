@@ -62,7 +62,10 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of two small batches on devices that lack them; empty if none does."""
+        """Return probes of the first small batches on devices that haven't run them yet.
+
+        Return an empty tuple if none is missing.
+        """
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -108,9 +111,11 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the devices whose second batches in `due` gain most per second of the next round.
+        """Return the devices, with their second batches, that the next round should measure.
 
-        Return an empty dict if the round isn't worth its time, or the budget doesn't allow it.
+        These devices gain most per second of the round. `due` has the second batches of all
+        devices. Return an empty dict if the round isn't worth its time, or the budget doesn't allow
+        it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -176,7 +181,7 @@ class SoloStage:
         return due | idle
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round so cheap that it needs no expected gain; empty if there is none."""
+        """Return a round that is cheap enough to run without an expected gain; may be empty."""
         wanted: Batches = {}
         for one in self._devices_of_split:
             # the even share or, as the samples/s may have a peak there, the middle of a gap

@@ -147,7 +147,7 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 class TextModel(MachineModel):
     """A model of the machine if rows have unequal lengths, based on one set of observations.
 
-    Instead of curves, it has each live device's cost of a step, a pass and its padded tokens.
+    Instead of curves, it has each live device's costs of a step, of a pass and of padded tokens.
     """
 
     by_rows = False

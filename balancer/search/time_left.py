@@ -74,8 +74,8 @@ class TimeLeft:
     def longest_step(self) -> float:
         """Return the longest time that a step may take in a probe, in seconds.
 
-        It holds for a single device and for a split. A probe whose steps take at most this long
-        leaves time for other probes.
+        The limit holds for a single device and for a split. A probe whose steps take at most this
+        long leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -83,11 +83,11 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if the next probe should time a single step, because steps of `step_seconds` are
-        slow.
+        """True if the next probe should time a single step, because steps are slow.
 
-        More steps would show the noise, but take more than the fraction `part` of the time left. It
-        is then better to know the time of several batches to 3 % than the time of a few exactly.
+        A step takes `step_seconds`. More steps would show the noise, but take more than the
+        fraction `part` of the time left. It is then better to know the time of several batches to 3
+        % than the time of a few exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False

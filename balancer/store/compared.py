@@ -206,7 +206,7 @@ def _mean(
 def _compare_quick_steps(
     trainings: Sequence[RecordedTraining], windows: Sequence[Sequence[StepsEntry]]
 ) -> tuple[list[_Mean], float]:
-    """Return each training's seconds per sample in quick steps, and the error of the two's ratio.
+    """Return each training's seconds per sample in quick steps, and the error of their ratio.
 
     The error is half of the 95 % interval, as a fraction of the ratio. `windows` are the windows of
     the trainings.
@@ -223,7 +223,10 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many more seconds per sample the second training certainly spends on rare work."""
+    """Return how much longer the second training certainly spends on rare work.
+
+    Rare work, such as checkpoints, isn't in every step. The unit is seconds per sample.
+    """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
     # other programs slow rare work, such as checkpoints, as much as computing

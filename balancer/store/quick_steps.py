@@ -98,7 +98,7 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) ->
 def _fit_slope(
     times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Return the slope of step times over the slowness of cores, and its standard error.
+    """Return the slope of step times against how slow the cores were, and its standard error.
 
     `times` and `slowed` are logarithms.
     """

@@ -59,7 +59,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The highest samples/s of the device in its own process; 0 if it never ran so.
+        """The highest samples/s of the device in its own process; 0 if it never ran in one.
 
         Only measurements during which the other devices computed too count.
         """
@@ -138,7 +138,10 @@ def _may_blame_passes(position: int, seen: Observation) -> bool:
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by rows per pass, and the numbers that ran or did not fit."""
+    """Return a device's memory use by batch size, and the batch sizes that ran or didn't fit.
+
+    A batch size is the number of rows in one pass.
+    """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
@@ -226,7 +229,7 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
 
 
 def _list_throttled_since(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was throttled; empty if it isn't any more."""
+    """Return the measurements in which the device was throttled; empty if it no longer is."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
     checks = [one for one in later if one.probe.stage == Stage.CHECK]
@@ -319,7 +322,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how much each two of a device's times at similar batches differ, as a logarithm."""
+    """Yield how much two times of one device at similar batches differ, for each pair."""
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))

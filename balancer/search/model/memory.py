@@ -36,10 +36,10 @@ UNBOUNDED = 1 << 30  # samples
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's memory use. A batch is the number of rows in one pass.
 
-    `limit_bytes`: the memory that a training can use; None if unknown.
-    `points`: pairs (batch, bytes) in rising order of batch.
-    `largest_ran`: the largest batch that ran; 0 if none did.
-    `smallest_failed`: the smallest batch that ran out of memory; None if none did.
+    - `limit_bytes`: the memory that a training can use; None if unknown.
+    - `points`: pairs (batch, bytes) in rising order of batch.
+    - `largest_ran`: the largest batch that ran; 0 if none did.
+    - `smallest_failed`: the smallest batch that ran out of memory; None if none did.
     """
 
     limit_bytes: int | None
@@ -157,7 +157,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if the device ran out of memory twice where the line predicted enough."""
+        """True if memory ran out twice at batches that fit according to the line."""
         if self.failure_count < 2:
             return False
         guess = self.predict_largest()

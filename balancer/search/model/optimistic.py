@@ -102,9 +102,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which time may continue in the gap before point number `right`.
+    """Return the slope at which the time may rise at first in a gap between two points.
 
-    For the first gap, it is its `own` slope, or 0 if the second gap is clearly steeper.
+    The gap ends at point number `right`, and has the slope `own`. The time may rise as in the gap
+    before. In the first gap, it may rise by `own`, or be level if the second gap is clearly
+    steeper.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])

@@ -150,9 +150,9 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return a straight line or, if that doesn't fit, a curve with a knee; and its worst residual.
+    """Fit a straight line or, if it doesn't fit well, a curve with a knee.
 
-    The residual is in standard errors, at the worst point.
+    Return the curve, and its residual at the worst point in standard errors.
     """
     line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
