@@ -195,9 +195,9 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the driver's latest answer; wait for a pending reading until `until`.
+        """Return the driver's latest answer, after waiting for a pending reading.
 
-        `until` is a time of the monotonic clock in seconds.
+        `until` is the end of the wait, as a time of the monotonic clock in seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))

@@ -62,7 +62,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `[[device]]` table of a machine file; its fields are the file's keys.
+    """A `[[device]]` table of a machine file; the fields are the table's keys.
 
     Raises ValueError if the points of a curve aren't in ascending order.
     """

@@ -1,4 +1,4 @@
-"""Parse the terms of `--devices`, by this grammar and without access to any device.
+"""Parses the terms of `--devices`, by this grammar and without access to any device.
 
     request = term ("," term)*
     term    = [where] device ["@" limit]    the limit applies to the device directly before it

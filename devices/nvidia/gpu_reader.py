@@ -366,8 +366,7 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of the last seconds in which the GPU was throttled, and the
-        reasons.
+        """Return how much of the last seconds the GPU was throttled, in percent, and why.
 
         The reasons are ordered by duration. The percentage is that of the longest-lasting reason.
         """
@@ -450,8 +449,8 @@ class GpuProcesses:
     """The processes on one GPU, with their memory and their use of the multiprocessors.
 
     The last answer is kept between readings and during temporary failures. The driver samples the
-    processes' use at intervals. `since` is the time of its newest returned sample, in microseconds
-    of the driver's clock.
+    processes' use at intervals. `since` is the time of the newest sample that it has returned, in
+    microseconds of the driver's clock.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:

@@ -165,7 +165,8 @@ class Metric(Batch):
 class Fields(Batch):
     """A batch of metrics that are read by GetFieldValues.
 
-    Some fields need a scope, which says which NVLinks are counted. `scopes` has it by field.
+    Some fields need a scope, which says which NVLinks are counted. `scopes` has the scope of each
+    such field.
     """
 
     def __init__(

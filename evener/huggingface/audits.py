@@ -230,7 +230,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` function that a trainer's class has without evener's classes."""
+    """Return a trainer class's `compute_loss` function, ignoring evener's own classes."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

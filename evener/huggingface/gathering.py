@@ -122,8 +122,9 @@ class Gathering:
         """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
 
         Any further rows are fillers. If `ends` is False, another piece of the pass follows, and the
-        values are gathered with the last piece. `repeats` is only for an evaluation: the number of
-        rows of a full batch, because transformers gathers a batch's loss as that many copies.
+        values are gathered with the last piece. `repeats` is only for an evaluation, in which
+        transformers gathers a batch's loss as one copy per row: it is the number of rows of a full
+        batch.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends

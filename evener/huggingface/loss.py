@@ -19,10 +19,11 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 class TrainerLoss(msgspec.Struct, frozen=True):
     """What a trainer's loss is a mean over.
 
-    `mean_over`: "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
-        "labels" or "shifted labels" (see `count_labels`).
-    `multiplied`: the factor by which the trainer multiplies the loss when several processes train.
-    `certain`: True if the checked rows distinguish a mean over rows from a mean over labels.
+    - `mean_over`: "num_items_in_batch" (the trainer passes this divisor to its loss), "rows",
+      "labels" or "shifted labels" (see `count_labels`).
+    - `multiplied`: the factor by which the trainer multiplies the loss when several processes
+      train.
+    - `certain`: True if the checked rows distinguish a mean over rows from a mean over labels.
     """
 
     mean_over: str

@@ -197,10 +197,9 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor, 1 or the number of processes, by which the trainer multiplies its
-        loss.
+        """Return the factor by which the trainer multiplies its loss for several processes.
 
-        `reference` is the loss and gradient of one process.
+        It is 1 or the number of processes. `reference` is the loss and gradient of one process.
         """
         if self._world == 1 and self._gathering is None:
             return 1

@@ -421,7 +421,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """At the end of the training, average the losses that aren't logged yet over the ranks."""
+        """At the end of the training, average the unlogged losses over the ranks."""
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         # transformers 4 has no `_finalize_training`
@@ -430,7 +430,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the losses that aren't logged yet over the ranks."""
+        """Average the unlogged losses over the ranks."""
         # the trainer itself would use only the first rank's losses
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)

@@ -215,7 +215,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return a device's tensor without the filler row that it has if it has no rows (`size`)."""
+    """Return a device's tensor, without its filler row if the device has no rows (`size` 0)."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

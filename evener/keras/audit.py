@@ -173,8 +173,8 @@ class StepAudit:
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
         """Count one change if the value of any watched variable has changed.
 
-        They are read when an epoch begins (`begins_epoch`) and, in one process, before each step of
-        the user's own loop (`is_loop`).
+        The variables are read when an epoch begins (`begins_epoch`) and, in one process, before
+        each step of the user's own loop (`is_loop`).
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -373,9 +373,9 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which an engine with passes computes each part in two of them.
+        """Return a context in which each device computes its part of `rows` rows in two passes.
 
-        `rows` is the number of rows of all parts.
+        It has no effect if the engine doesn't use passes.
         """
         cut = self._engine.cut
         if not cut.in_passes:
@@ -422,7 +422,7 @@ class StepAudit:
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Return a finding if outputs of rows differ when these are computed in parts, or None."""
+        """Return a finding if rows have other outputs when they are computed in parts."""
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
         together = self._run_own_step_on_part(plain, cut_rows(rows, 0, few))
@@ -599,9 +599,9 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of gradients or else, unless `moved`, of losses; None if
-        equal.
+        """Return the largest difference of gradients or, if these agree, of losses.
 
+        If `moved` isn't empty, only gradients are compared. Return None if there is no difference.
         `repeats` are results of the reference step with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
@@ -725,7 +725,7 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision in user code changes the gradient of parts, or None."""
+        """Return a finding if a decision in user code may change the gradient of parts, or None."""
         plain, shared = steps
         # a decision is a comparison that isn't made for each row (see `decisions.py`)
         whole = plain.run(rows).margins
@@ -796,7 +796,7 @@ class StepAudit:
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
         """Yield changes that may reveal a difference which the audited rows hide.
 
-        Each is a description, the values of variables, and the rows.
+        Each change consists of a description, the values of variables, and the rows.
         """
         values, names = raise_zeros(self._model, plain)
         if values:

@@ -201,10 +201,10 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records the model call behind each loss in
-        `calls`.
+        """Return a context in which a plain step records the model call behind each loss.
 
-        A record has the fields of a `StepCall`, with the outputs' masks after the outputs.
+        A record in `calls` has the fields of a `StepCall`, with the outputs' masks after the
+        outputs.
         """
         if not self._plain:
             yield
@@ -311,11 +311,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 
 
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
-    """Return new values for variables whose current value may hide a term of the loss, and names.
+    """Return new values for variables whose current value may hide a term of the loss.
 
     A weight or a coefficient of 0 hides a term, and gets a nonzero value. A counter at its start
     hides a term that begins only in a later step. It gets the value that it has in a late step. The
-    names are those of the variables that get new values.
+    second result has the names of these variables.
     """
     values: Values = {}
     names = []

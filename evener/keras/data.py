@@ -433,7 +433,7 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Return whether these are shapes of batches (True) or of single samples (False), or None."""
+    """Return whether shapes are of batches (True) or single samples (False); None if unclear."""
     leading = {shape[0] for shape in shapes}
     # in batches, the first axis of every shape has an unknown length
     if leading == {None}:
