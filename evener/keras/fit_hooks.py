@@ -44,7 +44,7 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace a model's own, so that a split's `engine` trains it.
+    """Methods that replace methods of a model, so that a split's `engine` trains it.
 
     - `batch`: rows per step of the running `fit`; None if unknown.
     - `samples`: rows per epoch of the running `fit`; None if unknown.

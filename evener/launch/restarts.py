@@ -37,8 +37,8 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     A loss means that a process was killed or aborted. With several hosts, any failure counts as a
     loss. After a loss, all devices of the job `first` are checked, and training starts again on
     those that work. Training ends when all processes succeed, a script raises an exception, or
-    `max_restarts` restarts are used up. Raises DeviceError if a device of a job on several hosts no
-    longer works.
+    `max_restarts` restarts are used up. Raises DeviceError if no device works any more, or if a
+    device of a job on several hosts doesn't.
     """
     # with several hosts, no launcher sees all failures
     job = first
@@ -97,7 +97,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without the broken devices, with a new plan for the remaining ones.
 
     `first` is the job with all devices. Raises PlanError if the job's plan file has changed. Raises
-    DeviceError if no device is left, or if the job has several hosts.
+    DeviceError if no device is left, or if a device of a job with several hosts is broken.
     """
     if load_plan(first.path) != first.plan:
         raise PlanError(

@@ -356,11 +356,11 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return why shares can't be used with a loss, the same on all ranks; "" if they can.
+        """Return why shares can't be used with a loss; "" if they can.
 
-        All ranks run the same passes to find out. `record` has the calls that computed the loss on
-        this rank, or says why there are none. `agree` gathers the ranks' reasons and returns the
-        first.
+        The result is the same on all ranks, which run the same passes to find out. `record` has the
+        calls that computed the loss on this rank, or says why there are none. `agree` gathers the
+        ranks' reasons and returns the first.
         """
         few = choose_few_rows(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""

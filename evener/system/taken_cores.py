@@ -250,7 +250,8 @@ def name_competitors(
     - `own_root`: the training process; it, its descendants and its parent aren't named.
     - `throttled_s`: how long the container's CPU limit throttled this process.
     - `most`: maximum number of programs.
-    - `own`: a process whose descendants, such as a data loader's workers, are named all the same.
+    - `own`: a process whose descendants, such as a data loader's workers, are still named, as the
+      training's own workers.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:

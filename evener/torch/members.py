@@ -48,7 +48,8 @@ _HOOKS = ProcessHooks(_register)
 class Members:
     """Lists the parameters and buffers of a model, which it references only weakly.
 
-    They are listed again only if one of the model's own modules registers something.
+    They are listed again only if one of the model's own modules registers a parameter, buffer or
+    module.
     """
 
     # other modules often do: transformers' models make a new ModuleList in each forward pass
@@ -64,9 +65,10 @@ class Members:
         self._registered = 0  # buffers and modules that the model has registered
 
     def note(self, parent: Any, parameters: bool = False, buffers: bool = False) -> None:
-        """Note that the module `parent`, which may be part of the model, registers something.
+        """Note that the module `parent` registers a parameter, buffer or module.
 
-        `parameters` and `buffers` say what it may have registered; both are True for a module.
+        `parent` may be part of the model or not. `parameters` and `buffers` say what it may have
+        registered; both are True for a module.
         """
         if id(parent) not in self._modules:
             return

@@ -178,7 +178,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the random sums of a sparse gradient, whose lines are its stored rows."""
+    """Return the random sums of a sparse gradient; each stored row of it is one line."""
     # a line's sign depends on its index in the dense gradient, not on the other stored lines
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):

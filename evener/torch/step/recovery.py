@@ -202,7 +202,7 @@ class Recovery:
     def look_for_collectives(self, running: RunningPass) -> None:
         """Record whether the loop has communicated with other ranks in this pass.
 
-        Raises DeviceError if it has, in a pass that is a piece of a planned one.
+        Raises DeviceError if it has, and the pass is a piece of a planned pass.
         """
         # ranks would then run different numbers of collectives
         if not running.has_used_collectives():
