@@ -4,12 +4,15 @@
   [--roles one multiworker]
 
 A ResNet and a recurrent network of two GRU layers are trained by plain Keras on one GPU, and on two
-by the engines towers and multiworker: first as a probe times its steps, then by `fit` over epochs
-of full batches and a shorter last one. Steady steps are the full batches from the 21st of an epoch
-on; the rest of an epoch is its start and its last batch.
+by the engines towers and multiworker.
 
-Each engine also trains the model for a few steps of shares 3 : 1 in float64, without dropout and
-with layer normalization. The weights are compared with those of plain Keras on one GPU.
+First, each engine trains the model for a few steps of shares 3 : 1 in float64, without dropout and
+with layer normalization. The weights are compared with those of plain Keras on one GPU. The engines
+do this at the same time, because nothing is timed.
+
+Then the engines take turns. Each times the model's steps as a probe does, and then trains by `fit`
+over epochs of full batches and a shorter last one. Steady steps are the full batches from the 21st
+of an epoch on; the rest of an epoch is its start and its last batch.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from tests.support.keras_start import free_peers
 
 FIRST_STEADY = 20  # steps that count as the start of an epoch
 PROBED_STEPS, WARM_STEPS = 40, 15
-SECONDS = 230.0  # time limit of the whole benchmark
+SECONDS = 200.0  # time limit of the whole benchmark
+UNTIMED_SECONDS = 100.0  # time limit of its first part, in which weights are compared
 
 
 class Sizes(NamedTuple):
@@ -55,19 +62,23 @@ SMALL = {
 WORDS = 10_000
 ROLES = ("one", "multiworker")
 EXACT_BATCH, EXACT_STEPS = 32, 6
+READY = "ready for the timed part"  # printed by each process after the first part
 
 
 def main() -> int:
-    """Start the processes, which print a line per engine; return 1 if one failed."""
+    """Start the processes, which print a line per model and engine; return 1 if one failed."""
     options = parse()
     if options.role:
         run_role(options)
         return 0
     began = time.monotonic()
+    roles = {role: Role(role, options) for role in options.roles}
+    for role in roles.values():
+        role.wait_for_weights(began + UNTIMED_SECONDS)
     failed = 0
-    for role in options.roles:
-        left = SECONDS - (time.monotonic() - began)
-        failed += not start_role(role, options, left)
+    for role in roles.values():
+        role.begin_timing()
+        failed += not role.wait(began + SECONDS)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
     return int(failed > 0)
 
@@ -86,78 +97,152 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_role(role: str, options: argparse.Namespace, seconds: float) -> bool:
-    """Run the processes of a role, the first of which prints; return False if one failed."""
-    ranks = 2 if role == "multiworker" else 1
-    peers = ",".join(free_peers(ranks)) if ranks > 1 else ""
-    children = []
-    for rank in range(ranks):
-        words = ["--role", role, "--rank", str(rank), "--peers", peers, "--gpus", options.gpus]
-        words += ["--small"] * options.small + ["--epochs", str(options.epochs)]
+class Role:
+    """The processes of an engine, which start at once and wait before their timed part.
+
+    The first process prints the results.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        ranks = 2 if name == "multiworker" else 1
+        peers = ",".join(free_peers(ranks)) if ranks > 1 else ""
+        self._children = [self._start(rank, ranks, peers, options) for rank in range(ranks)]
+
+    def _start(
+        self, rank: int, ranks: int, peers: str, options: argparse.Namespace
+    ) -> subprocess.Popen[str]:
+        words = ["--role", self.name, "--rank", str(rank), "--peers", peers]
+        words += ["--gpus", options.gpus, "--epochs", str(options.epochs)]
+        words += ["--small"] * options.small
         words += ["--models", *options.models]
         own = options.gpus.split(",")[rank] if ranks > 1 else options.gpus
-        seen = "-1" if options.small else own
         variables = {
             **os.environ,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": seen,
+            "CUDA_VISIBLE_DEVICES": "-1" if options.small else own,
             "NCCL_NVLS_ENABLE": "0",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         command = [sys.executable, "-m", "benchmarks.gpu_keras_fit", *words]
-        children.append(subprocess.Popen(command, env=variables))
-    deadline = time.monotonic() + seconds
-    codes = []
-    for child in children:
-        try:
-            codes.append(child.wait(max(1.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=variables, text=True, stdin=pipe, stdout=pipe)
+
+    def wait_for_weights(self, deadline: float) -> None:
+        """Print the lines of the first part of all processes; kill all that exceed the deadline."""
+        self._read_until(deadline, READY)
+
+    def begin_timing(self) -> None:
+        """Make the processes start the timed part, if they are still running."""
+        for child in self._children:
+            assert child.stdin is not None
+            with suppress(BrokenPipeError):
+                child.stdin.write("go\n")
+                child.stdin.close()
+
+    def wait(self, deadline: float) -> bool:
+        """Print the lines of the timed part, and return False if a process failed."""
+        self._read_until(deadline, None)
+        return not any(child.wait() for child in self._children)
+
+    def _read_until(self, deadline: float, last: str | None) -> None:
+        """Print the output of each process up to the line `last`, or to its end."""
+        killer = threading.Timer(max(1.0, deadline - time.monotonic()), self._kill)
+        killer.start()
+        for child in self._children:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.strip() == last:
+                    break
+                print(line, end="", flush=True)
+        killer.cancel()
+
+    def _kill(self) -> None:
+        print(f"{self.name}: over its time", flush=True)
+        for child in self._children:
             child.kill()
-            codes.append(child.wait())
-            print(f"{role}: over its time", flush=True)
-    return not any(codes)
 
 
 def run_role(options: argparse.Namespace) -> None:
-    """Measure the models in this process."""
+    """Compare the weights of the models, then wait for the turn and time the models."""
+    engine = "multiworker" if options.role == "multiworker" else "towers"
+    peers = tuple(options.peers.split(",")) if options.peers else ()
+    prepare(options.rank, peers)
     kind = "CPU" if options.small else "GPU"
+    devices = (f"{kind}:0",) if peers else (f"{kind}:0", f"{kind}:1")
+    sizes = [(SMALL if options.small else FULL)[name] for name in options.models]
     began = time.monotonic()
-    for name in options.models:
-        sizes = (SMALL if options.small else FULL)[name]
+    for each in sizes:
+        with printed_failure(f"{engine}, {each.model}"):
+            compare_weights(engine, peers or devices, devices[:1], options.rank, each)
+    if options.rank == 0:
+        print(f"  ({engine}: weights after {time.monotonic() - began:.0f} s)", flush=True)
+    data = [make_data(each) for each in sizes]
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        return
+    began = time.monotonic()
+    for each, rows in zip(sizes, data, strict=True):
         if options.epochs:
-            sizes = sizes._replace(epochs=options.epochs)
-        if options.role == "multiworker":
-            run_group(options, kind, sizes)
-        else:
-            run_towers(kind, sizes)
+            each = each._replace(epochs=options.epochs)
+        with printed_failure(f"{engine}, {each.model}"):
+            if peers:
+                run_group(devices, peers, options.rank, each, rows)
+            else:
+                run_towers(devices, each, rows)
         if options.rank == 0:
-            spent = time.monotonic() - began
-            print(f"  ({options.role}, {name}: {spent:.0f} s so far)", flush=True)
+            print(f"  ({engine}, {each.model}: {time.monotonic() - began:.0f} s)", flush=True)
 
 
-def run_group(options: argparse.Namespace, kind: str, sizes: Sizes) -> None:
-    """Measure a model in this process of a group."""
-    peers = tuple(options.peers.split(","))
-    data = make_data(sizes)
-    probed = probe((f"{kind}:0",), sizes, data, options.rank, peers)
+def prepare(rank: int, peers: tuple[str, ...]) -> None:
+    """Describe the group to TensorFlow, and let it allocate GPU memory as it is needed."""
+    import tensorflow as tf
+
+    from evener.keras.tf_devices import make_logical_cpus
+
+    if peers:
+        workers = {"cluster": {"worker": peers}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(workers)
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if not gpus and not peers:
+        make_logical_cpus(2)
+
+
+@contextmanager
+def printed_failure(what: str) -> Iterator[None]:
+    """Return a context in which an exception is printed, so that the next model is tried."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{what}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+
+
+def compare_weights(
+    engine: str, devices: tuple[str, ...], first: tuple[str, ...], rank: int, sizes: Sizes
+) -> None:
+    """Print how far the weights of this engine are from those of plain Keras on one device."""
+    trained = train_few(engine, devices, sizes)
+    if rank == 0:
+        print_difference(engine, trained, train_few("", first, sizes), sizes)
+
+
+def run_group(
+    devices: tuple[str, ...], peers: tuple[str, ...], rank: int, sizes: Sizes, data: Any
+) -> None:
+    """Time a model in this process of a group."""
+    probed = probe(devices, sizes, data, rank, peers)
     fitted = fit("multiworker", peers, sizes, data)
-    if options.rank == 0:
+    if rank == 0:
         print_times("multiworker", probed, fitted, sizes)
-    trained = train_few("multiworker", peers, sizes)
-    if options.rank == 0:
-        say_exact("multiworker", trained, train_few("", (f"{kind}:0",), sizes), sizes)
 
 
-def run_towers(kind: str, sizes: Sizes) -> None:
-    """Measure a model with the engine towers and with plain Keras."""
-    two = (f"{kind}:0", f"{kind}:1")
-    data = make_data(sizes)
-    probed = probe(two, sizes, data)
-    print_times("towers", probed, fit("towers", two, sizes, data), sizes)
-    probed = probe(two[:1], sizes, data)
-    print_times("plain Keras on one", probed, fit("", two[:1], sizes, data), sizes)
-    trained = train_few("towers", two, sizes)
-    say_exact("towers", trained, train_few("", two[:1], sizes), sizes)
+def run_towers(devices: tuple[str, ...], sizes: Sizes, data: Any) -> None:
+    """Time a model with the engine towers and with plain Keras."""
+    print_times("towers", probe(devices, sizes, data), fit("towers", devices, sizes, data), sizes)
+    one = devices[:1]
+    print_times("plain Keras on one", probe(one, sizes, data), fit("", one, sizes, data), sizes)
 
 
 def make_data(sizes: Sizes) -> tuple[Any, Any]:
@@ -336,7 +421,7 @@ def _build_seeded(sizes: Sizes) -> Any:
     return build(sizes, is_exact=True)
 
 
-def say_exact(name: str, trained: list[Any], alone: list[Any], sizes: Sizes) -> None:
+def print_difference(name: str, trained: list[Any], alone: list[Any], sizes: Sizes) -> None:
     """Print the largest difference of a weight between an engine and plain Keras."""
     pairs = list(zip(trained, alone, strict=True))
     largest = max(float(abs(one - other).max()) for one, other in pairs)

@@ -72,7 +72,7 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
 _LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")
 # Keras: the layer, the error, then the arguments
 _NEXT_LINE_BEHIND = ("Exception encountered when calling",)
-_PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
+_PLACES = ("[[", "[Op:", "File ", "Detected at", "Node:", "Hint: ", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):

@@ -163,8 +163,8 @@ class Worker:
             for kind in type(error).__mro__
             if kind not in (object, BaseException, Exception)
         )
-        text = _encodable(str(error) or type(error).__name__)
-        return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
+        text = _without_middle(_encodable(str(error) or type(error).__name__))
+        return protocol.ChildError(types, text, where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
         """Release the memory of a failed step, if the step ran out of memory.
@@ -345,6 +345,19 @@ def _subtract(now: Work | None, before: Work | None) -> Work | None:
 
 def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
+
+
+def _without_middle(text: str) -> str:
+    """Return the text of an error, without its middle if it has over `LONGEST_TEXT` characters.
+
+    TensorFlow's errors begin with the place where an operation was made, which may take pages, and
+    end with the cause.
+    """
+    if len(text) <= protocol.LONGEST_TEXT:
+        return text
+    half = protocol.LONGEST_TEXT // 2
+    begin, end = text[:half].rpartition("\n")[0], text[-half:].partition("\n")[2]
+    return f"{begin or text[:half]}\n{end or text[-half:]}"
 
 
 def _end_with_parent(parent: int) -> None:

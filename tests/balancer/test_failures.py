@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes import failures
+from evener.balancer.probes.worker import Worker
 
 MEMORY = [
     (("ResourceExhaustedError", "OpError"), "Graph execution error"),
@@ -111,9 +112,20 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
     text += (
         '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
     )
-    text += "\n\t [[{{node conv}}]]"
+    text += "\n\t [[{{node conv}}]]\nHint: add report_tensor_allocations\n [Op:__inference_step_3]"
     assert failures.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
     assert failures.one_line("Graph execution error:") == "Graph execution error:"
+
+
+def test_a_long_error_keeps_its_cause_and_its_device() -> None:
+    """TensorFlow lists pages of places before the error, which has the GPU's number."""
+    places = '  File "/home/user/.venv/lib/keras/src/layers/layer.py", line 3, in call\n\n' * 50
+    cause = "OOM when allocating tensor with shape[9] on /job:localhost/device:GPU:1"
+    heading = "Graph execution error:\n\nDetected at node conv\n"
+    reply = Worker().describe_error(MemoryError(f"{heading}{places}{cause}\n\t [[{{{{node}}}}]]"))
+    failed = failures.error_failure(0, reply)
+    assert failed.detail == f"MemoryError: {cause}"
+    assert failed.gpu == 1
 
 
 def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() -> None:
