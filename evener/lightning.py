@@ -139,6 +139,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.rebalancing.passes = (self._passes,) * self._planned.world
         # Lightning may fetch one more batch to find the epoch's end
         self._planned.follow(rows, loader.drawn_ahead + 1)
+        if self._checks:
+            self._planned.compare_data(dataset, loader.collate_fn, rows)
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:

@@ -198,6 +198,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             ),
         )
         self._planned.follow(rows, self._batches.drawn_ahead)
+        if self._given.check:
+            self._planned.compare_data(dataset, collate, rows)
         # without `accelerator.prepare`, which would divide the rows among ranks again
         return self._batches
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from ..torch.audit.same_data import RankData, find_difference
 from .exchanges import FROM_ONE, LIBRARIES, is_between, is_installed, name_package
-from .views import DIFFERENCES, differ
+from .views import DIFFERENCES
 
 # Optimizer steps, and batches, after which missing results of the first audit aren't waited for.
 # Ranks read each other's results in the fourth step.
@@ -34,7 +35,7 @@ class RankStart(msgspec.Struct):
 
     exchanged: str  # a collective and its line in the program's own code; "" if it called none
     ahead: int  # number of batches that the rank's loader has fetched ahead
-    row: tuple[float, ...] = ()  # sums over a row of the data set; empty if unknown
+    data: list[RankData] = []  # summaries of its training data sets
 
 
 class EvenStart:
@@ -96,7 +97,7 @@ class EvenStart:
         self.is_over = True
         if audits.judge.over:  # an audit has found a difference
             return
-        every = self._exchange(RankStart(self._exchanged, self._training.ahead, audits.row))
+        every = self._exchange(self._describe())
         fault = _find_fault(every)
         if fault:
             self._training.stay_even()
@@ -104,6 +105,10 @@ class EvenStart:
         else:
             self._training.leave_even(max(each.ahead for each in every))
             self._leave()
+
+    def _describe(self) -> RankStart:
+        training = self._training
+        return RankStart(self._exchanged, training.ahead, training.summarize_data())
 
 
 def _find_fault(every: list[RankStart]) -> str:
@@ -114,7 +119,9 @@ def _find_fault(every: list[RankStart]) -> str:
             f"its ranks exchange values by {words} between its steps, which may go into what is"
             " learned"
         )
-    have_other_rows = differ([each.row for each in every if each.row])
+    have_other_rows = any(
+        find_difference(loaded) for loaded in zip(*(each.data for each in every), strict=False)
+    )
     return DIFFERENCES["row"] if have_other_rows else ""
 
 

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
+from ..torch.audit import same_data
 from ..torch.audit.objects import unfold
-from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows, summarize_row
+from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows
 from ..torch.audit.state import kept_state
 from ..torch.private import count_yielded, is_loader_iterator
 from ..torch.rows.loader import Epoch
@@ -166,12 +167,11 @@ class Loop:
             return any(map(_differ, *rows))
         return False
 
-    def summarize_row(self) -> tuple[float, ...]:
-        """Return sums over one row, which is the same row on every rank; () if unknown."""
+    def summarize_data(self) -> same_data.RankData | None:
+        """Return a summary of this rank's data set; None if its rows have no numbers."""
         if self.sampler is None:
-            return ()
-        number = next(iter(self.sampler.sample_rows(1, 1)))
-        return summarize_row(self._loader.dataset, self._loader.collate_fn, number)
+            return None
+        return same_data.summarize(self._loader.dataset, self._loader.collate_fn, self.sampler)
 
     def count_rows(self) -> int:
         """Return the number of rows that the loader took for the current batch; 0 if unknown."""

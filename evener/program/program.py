@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
 from ..plan.file import Plan, make_layout
+from ..torch.audit.same_data import RankData
 from ..torch.audit.state import kept_state
 from ..torch.planned import PlannedTraining
 from ..torch.private import backward_number, default_store
@@ -702,12 +703,12 @@ class Program:
         self._compare_numbers(numbers)
         fault = self._find_fault(loop, guard)
         warning = ""
-        row: tuple[float, ...] = ()
+        data: RankData | None = None
         if not fault and loop.varies():
             warning = views.OTHER_ROWS
         elif not fault:
             warning = views.PADDED if guard is not None and guard.padded else ""
-            row = loop.summarize_row()
+            data = loop.summarize_data()
         return RankView(
             fault,
             loop.shared_batches.digest,
@@ -715,7 +716,7 @@ class Program:
             numbers,
             uses,
             warning,
-            row=row,
+            data=data,
             are_sums=guard is not None and guard.are_sums,
             exchanges=self.exchanges.origins.seen,
         )

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from ..torch.audit import same_data
+from ..torch.audit.same_data import RankData
 from ..torch.private import joins_unevenly, needs_own_sums
 from . import sharded
 
@@ -93,7 +95,7 @@ class RankView(msgspec.Struct, frozen=True):
     numbers: tuple[float, ...] | None = None  # numbers in the loss, if a guard has checked it
     uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
     warning: str = ""  # warning about what may differ under shares
-    row: tuple[float, ...] = ()  # sums over a row of the data set; empty if unknown
+    data: RankData | None = None  # a summary of the data set; None if unknown
     are_sums: bool = False  # True if the loss is a sum over rows instead of a mean
     exchanges: bool = False  # True if the program's own code exchanges values between ranks
 
@@ -106,7 +108,7 @@ def find_difference(every: list[RankView]) -> str:
     for name in ("order", "rates", "are_sums"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
-    if differ([each.row for each in every if each.row]):
+    if same_data.find_difference([each.data for each in every if each.data is not None]):
         return "row"
     return "numbers" if _have_other_numbers(every) else ""
 

@@ -14,6 +14,9 @@ from ..errors import RequestError
 from ..training.ending import end_when_stuck
 from ..training.launched import launched_device
 from ..training.row_assignment import make_row_assigner
+from .audit import same_data
+from .audit.same_data import RankData
+from .messages import gather_messages
 from .ranks.own_work import StepReporter, make_timer
 from .ranks.peers import explain_at_exit, watch_peers
 from .ranks.ranks import RankShares, claim_device, join
@@ -34,7 +37,7 @@ from .step.wrapped import (
     is_sharded,
     wrap_model,
 )
-from .sums.collectives import add_up
+from .sums.collectives import add_up, own_collectives
 from .sums.noise import RankNoise, refuse_noise
 from .training_audits import TrainingAudits
 
@@ -101,6 +104,8 @@ class PlannedTraining:
         free_before_update(self.device)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
+        # The training data sets with their collators and samplers. None once they were compared.
+        self._data: list[tuple[Any, Any, UnevenBatchSampler]] | None = []
         self.audits = TrainingAudits(self)
         self._release = OPTIMIZER_CHECK.hooks.hold(self)
         self.ahead = 0  # maximum number of batches that a loader draws ahead
@@ -162,6 +167,46 @@ class PlannedTraining:
         sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
+
+    def compare_data(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: UnevenBatchSampler
+    ) -> None:
+        """Compare a training data set with those of the other ranks, once a batch was trained.
+
+        `collate` makes a batch from a list of rows, and `sampler` has the order of rows.
+        """
+        if self._data is not None:
+            others = [each for each in self._data if each[0] is not dataset]
+            self._data = [*others, (dataset, collate, sampler)]
+
+    def summarize_data(self) -> list[RankData]:
+        """Return summaries of this rank's training data sets, in order of creation.
+
+        The result of every later call is empty, because data sets are compared once.
+        """
+        data, self._data = self._data, None
+        return [same_data.summarize(*each) for each in data or ()]
+
+    @property
+    def _compares_data(self) -> bool:
+        """True until data sets are compared. `evener run` compares them in its own way."""
+        return self._data is not None and self.world > 1 and not self.audits.follows_launcher
+
+    def _compare_data(self) -> None:
+        """Raise RequestError on every rank if ranks have different data sets.
+
+        Every rank calls this method after its first trained batch. Nothing is compared if ranks
+        have different numbers of loaders.
+        """
+        own = self.summarize_data()
+        with own_collectives():
+            every = gather_messages(own, list[RankData])
+        if len(set(map(len, every))) > 1:
+            return
+        for loaded in zip(*every, strict=True):
+            difference = same_data.find_difference(loaded)
+            if difference:
+                raise RequestError(difference, same_data.REMEDY)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         """Change to `shares` after the next `ahead` batches, which loaders may have drawn already.
@@ -302,7 +347,10 @@ class PlannedTraining:
 
         A listener may change the shares.
         """
-        if self.timer.finish():
+        is_over = self.timer.finish()
+        if self._compares_data and self.timer.has_trained:
+            self._compare_data()
+        if is_over:
             for each in tuple(self.listeners):
                 each(self.timer.sizes)
 

@@ -244,6 +244,7 @@ class Split(PlannedTraining):
         if not training:
             return made
         self.follow(sampler, made.drawn_ahead)
+        self.compare_data(dataset, made.collate_fn, sampler)
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from .audit.record import (
     Recorder,
 )
 from .audit.replay import Compute, Replayed, audit_record
-from .audit.rows import FEWER, ROWS, FewRows, choose_few_rows, fetch_rows, summarize_row
+from .audit.rows import FEWER, ROWS, FewRows, choose_few_rows, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Computation, Computations, audit
@@ -128,8 +128,6 @@ class TrainingAudits:
         self.judge = Audits(strict=training.strict)
         self._members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
         self._batch: Any = None  # the last counted batch
-        # sums over the first audited row, which is the same row on every rank; () if unknown
-        self.row: tuple[float, ...] = ()
         self._due = False
         self._changed = (
             False  # True if the last loss was computed by other operations than earlier losses
@@ -641,8 +639,6 @@ class TrainingAudits:
 
         `numbers` are the indices of the rows to choose from. `collate` makes a batch of rows.
         """
-        if not self.row and len(numbers):
-            self.row = summarize_row(dataset, collate, numbers[0])
         return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager

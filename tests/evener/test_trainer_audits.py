@@ -67,6 +67,7 @@ def test_an_exact_module_learns_the_same_with_audits(modules: Ended) -> None:
         ("late moments", "In step 4"),
         ("own baseline", "Ranks compute other gradients of the same rows"),
         ("mixed rows", "The batch function (collate_fn)"),
+        ("rows split on each rank", "The data sets of the ranks differ"),
     ],
 )
 def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, words: str) -> None:
@@ -75,7 +76,12 @@ def test_a_trainer_that_differs_later_is_refused(trainers: Ended, name: str, wor
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("late deviation", "In step 7"), ("relative, manual", "In step 1")]
+    ("name", "words"),
+    [
+        ("late deviation", "In step 7"),
+        ("relative, manual", "In step 1"),
+        ("rows split on each rank", "The data sets of the ranks differ"),
+    ],
 )
 def test_a_module_that_differs_is_refused(modules: Ended, name: str, words: str) -> None:
     for rank in modules:

@@ -13,21 +13,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from tests.support.huggingface_programs import make_arguments, make_parts
 from tests.support.lightning_programs import Program, make_trainer, points
 from tests.support.run_parts import BATCH, Programs
-from tests.support.trainer_audit_programs import PLAIN, ROWS, Late, LateMoments
+from tests.support.trainer_audit_programs import PLAIN, ROWS, Late, LateMoments, split_rows
 
 PROGRAMS: Programs = {}
-
-
-def split(rows: Any) -> Any:
-    """Return a part of the rows that each rank draws for itself."""
-    drawn = torch.Generator().manual_seed(dist.get_rank())
-    return random_split(rows, [len(rows) - 8, 8], generator=drawn)[0]
 
 
 def train_huggingface(kind: Any, splits: bool = False) -> Any:
@@ -37,7 +31,7 @@ def train_huggingface(kind: Any, splits: bool = False) -> Any:
     """
     parts = make_parts(PLAIN)
     if splits:
-        parts["train_dataset"] = split(parts["train_dataset"])
+        parts["train_dataset"] = split_rows(parts["train_dataset"], dist.get_rank())
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(PLAIN, folder, per_device_train_batch_size=BATCH)
         kind(args=arguments, **parts).train()
@@ -49,7 +43,7 @@ def train_lightning(kind: Any, splits: bool = False) -> Any:
 
     With `splits`, each rank draws its own part of the rows.
     """
-    rows = split(points(ROWS)) if splits else points(ROWS)
+    rows = split_rows(points(ROWS), dist.get_rank()) if splits else points(ROWS)
     module = kind()
     module.layers[1].p = 0.0  # no dropout, as each rank draws its own
     # Lightning removes the process group's variables at the end

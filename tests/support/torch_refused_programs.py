@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, random_split
 
 from tests.support.torch_program_parts import (
     CLASSES,
@@ -349,3 +349,24 @@ def a_stream_with_a_length(given: Given) -> Weights:
 def a_sampler(given: Given) -> Weights:
     given.split().loader(given.rows, sampler=torch.utils.data.SequentialSampler(given.rows))
     return []
+
+
+@refused("The data sets of the ranks differ: row ")
+def rows_that_each_rank_splits_for_itself(given: Given) -> Weights:
+    split = given.split()
+    drawn = torch.Generator().manual_seed(split.rank)
+    some, _ = random_split(given.rows, [len(given.rows) - 5, 5], generator=drawn)
+    model = split.wrap(network())
+    train(model, split.loader(some))
+    return weights(model)
+
+
+@refused("The data sets of the ranks differ: row ")
+def sharded_parameters_and_rows_divided_by_rank(given: Given) -> Weights:
+    split = given.split(weigh="loss")
+    model = shard(split, network())
+    optimizer = sgd(model)
+    own = Subset(given.rows, range(split.rank, split.rank + 16))
+    for inputs, labels in split.loader(own):
+        update(optimizer, split.scale(F.cross_entropy(model(inputs), labels)))
+    return weights(model)

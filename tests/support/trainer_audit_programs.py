@@ -15,6 +15,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.utils.data import random_split
 from transformers import Trainer, TrainerCallback
 
 from evener.errors import EvenerError
@@ -143,7 +144,14 @@ HUGGINGFACE: dict[str, type[Trainer]] = {
     "own baseline": OwnBaseline,
     "mixed rows": Robust,
     "unlike ranks": Unlike,
+    "rows split on each rank": Robust,
 }
+
+
+def split_rows(rows: Any, rank: int) -> Any:
+    """Return a part of the rows that each rank draws for itself."""
+    drawn = torch.Generator().manual_seed(rank)
+    return random_split(rows, [len(rows) - 8, 8], generator=drawn)[0]
 
 
 def train_huggingface(folder: Path, rank: int) -> None:
@@ -156,6 +164,8 @@ def train_huggingface(folder: Path, rank: int) -> None:
         options: dict[str, Any] = {}
         if name == "mixed rows":
             options = {"data_collator": (mixing := Mixing()), "callbacks": [Starts(mixing)]}
+        if name == "rows split on each rank":
+            parts["train_dataset"] = split_rows(parts["train_dataset"], rank)
         planned = with_plan(kind, make_plan((6, 2)), check=checks)
         trainer = planned(args=make_arguments(PLAIN, str(folder)), **options, **parts)
         found[name] = train_and_tell(trainer.train, parts["model"].parameters)
@@ -245,6 +255,7 @@ LIGHTNING: dict[str, type[Any]] = {
     "late deviation": Late,
     "exact, manual": Adversaries,
     "relative, manual": Relative,
+    "rows split on each rank": Always,
 }
 
 
@@ -259,7 +270,10 @@ def train_lightning(folder: Path, rank: int) -> None:
         trainer = make_trainer(
             LightningProgram(), str(folder), devices=split.world, strategy=strategy, max_epochs=3
         )
-        loader = split.loader(points(ROWS), shuffle=False)
+        rows = points(ROWS)
+        if name == "rows split on each rank":
+            rows = split_rows(rows, rank)
+        loader = split.loader(rows, shuffle=False)
         found[name] = train_and_tell(partial(trainer.fit, module, loader), module.parameters)
         found[name]["calls"] = module.calls
         rates = [group["lr"] for each in trainer.optimizers for group in each.param_groups]

@@ -13,7 +13,6 @@ import torch
 
 from ...errors import RequestError
 from ..rows.structure import cut_rows, tensors_in
-from .objects import unfold
 from .randomness import SEED, seed_all
 from .state import kept_state
 
@@ -262,32 +261,6 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
         return list(map(float, rows[:, 0].tolist()))
     meant = (rows != _IGNORED) & (rows != 0) if exact else torch.isfinite(rows)
     return list(map(float, meant.sum(1).tolist()))
-
-
-def summarize_row(dataset: Any, collate: Any, number: int) -> tuple[float, ...]:
-    """Return two sums over each tensor of a collated row, to compare the row between ranks.
-
-    Return () if the row can't be read, or if the data set returns another row the second time.
-    """
-    # read with a fixed random state
-    try:
-        with kept_state():
-            twin = copy_dataset(dataset)
-            first, again = (_sum_row(collate, twin, number) for _ in range(2))
-    except Exception:  # an error of the program's own code
-        return ()
-    return first if first == again else ()
-
-
-def _sum_row(collate: Any, dataset: Any, number: int) -> tuple[float, ...]:
-    """Return two sums over each tensor of a row, the second weighted by the elements' positions."""
-    seed_all(SEED)
-    found: list[float] = []
-    for each in tensors_in(unfold(collate([dataset[number]]))):
-        values = each.detach().double().flatten()
-        places = torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
-        found += [float(values.sum()), float(values @ places)]
-    return tuple(found)
 
 
 def digest_rows(batch: Any) -> int:

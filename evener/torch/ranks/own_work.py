@@ -635,6 +635,14 @@ class StepTimer:
             self._idle_s = _idle_seconds()
         return self._computed
 
+    @property
+    def has_trained(self) -> bool:
+        """True if gradients were computed and all-reduced, or an optimizer has stepped.
+
+        This is about the newest batch. With FSDP, only the optimizer's step is seen.
+        """
+        return self._computed or self._applied
+
     def start_loop(self) -> None:
         """Record that a loop begins, so that the time until its first batch counts as input.
 
