@@ -71,9 +71,9 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weights of all steps, with 0 for steps that the mask excludes.
+    """Return the weight of each time step, 0 if the mask excludes it.
 
-    Without a mask, return the weights unchanged.
+    Without a mask, return `weight` unchanged.
     """
     if mask is None:
         return weight

@@ -279,10 +279,7 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
-    """Return (`AssignedArrays`, (x, y, weight)) of a batch.
-
-    The first item is None unless the rows are assigned by length.
-    """
+    """Return (assigned, (x, y, weight)); `assigned` is None unless rows are assigned by length."""
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(
         data if assigned is None else assigned.data

@@ -462,10 +462,7 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Write the process's current activity whenever no step ends in time, until `ended` is set.
-
-        This is the function of a thread.
-        """
+        """Until `ended` is set, write the process's activity whenever no step ends in time."""
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
                 record, (batch, doing), late = (

@@ -363,10 +363,7 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError, with the key, for an integer that doesn't fit in 64 bits.
-
-    `where` is the key of `data` for the message.
-    """
+    """Raise PlanError for an integer that doesn't fit in 64 bits; `where` is the key of `data`."""
     # msgspec doesn't check such integers against a field's limits
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

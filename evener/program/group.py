@@ -123,10 +123,7 @@ def _is_eveners_group(place: GroupRank, method: str | None) -> bool:
 
 
 def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
-    """Raise RequestError if this process would wait for ranks that nobody starts.
-
-    `given` are the arguments of `init_process_group`.
-    """
+    """Raise RequestError if `init_process_group(**given)` would wait for ranks nobody starts."""
     # for example, the program's options list fewer GPUs than evener has devices
     world = os.environ.get("WORLD_SIZE")
     if not is_first_process() or is_released() or place.world < 2 or str(place.world) == world:
@@ -141,10 +138,7 @@ def _refuse_missing_ranks(place: GroupRank, given: dict[str, Any]) -> None:
 
 
 def _is_local(given: dict[str, Any]) -> bool:
-    """True if a group's processes certainly meet on this machine.
-
-    `given` are the arguments of `init_process_group`.
-    """
+    """True if the processes that call `init_process_group(**given)` surely meet on this machine."""
     method = given.get("init_method")
     if given.get("store") is not None or urlsplit(method or "env:").scheme not in ("env", "tcp"):
         return False
@@ -196,10 +190,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
 
 
 def _take_device(place: GroupRank) -> None:
-    """Set this process's device to the one that the plan has for its rank.
-
-    This is for a process that evener didn't start.
-    """
+    """Set the device of a process that evener didn't start to the plan's device for its rank."""
     # more processes than shares use devices together; another number than the plan's means even
     # shares
     # these variables belong to the process that started this one

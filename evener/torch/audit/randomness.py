@@ -233,10 +233,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor of the size in the operation's arguments, with equal rows.
-
-    Return None for an operation without such an argument.
-    """
+    """Draw a tensor of the size in the arguments, with equal rows; return None without a size."""
     names = draw.names()
     if "size" not in names:
         return None

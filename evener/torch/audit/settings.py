@@ -115,10 +115,7 @@ class _ModuleSettings:
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting of the module has changed after being the same for STILL checks.
-
-        `check` is the number of this check.
-        """
+        """True if a setting has changed, at check `check`, after STILL checks without change."""
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}

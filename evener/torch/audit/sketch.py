@@ -277,10 +277,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Compute the random sums of a gradient, or save it until several can be computed together.
-
-        `name` is the name of the gradient's tensor.
-        """
+        """Project the gradient of the tensor `name`, or save it to project several together."""
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], LineSums([1], project(gradient, self._signs)[None]))
             return

@@ -75,10 +75,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen weights, each with the data that restore it.
-
-    Return an empty list if more than half of all weights are frozen.
-    """
+    """Return the frozen weights with the data that restore them; [] if most weights are frozen."""
     every = [
         each
         for holder in holders

@@ -117,10 +117,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
 def _agree_quickly(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
-    """Return the result of an audit with quick passes if they find no difference, else None.
-
-    Also return None if quick passes can't be used.
-    """
+    """Audit with quick passes; return None if they find a difference or can't be used."""
     if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
@@ -220,7 +217,7 @@ class _Comparison:
 
 
 def _report(sketcher: GradientSketcher, computations: Computations, reference: Sketch) -> Audited:
-    """Return the result of an audit that has found no difference.
+    """Return the result of an audit that found no difference.
 
     `reference` is the sketch of the reference gradient.
     """

@@ -375,19 +375,13 @@ class StepTimer:
         return is_long and self._count_written() >= LEAST_FILE_BYTES
 
     def _note_untimed_files(self) -> None:
-        """Count the phase between two steps as file time if files were written in it.
-
-        This is for batches that aren't timed.
-        """
+        """Count the time between two untimed batches as file time if files were written in it."""
         if self._has_written():
             began_s = self._files_from - LEAST_FILE_SECONDS
             self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call.
-
-        Return 0 before the first batch.
-        """
+        """Return the bytes that this thread has written since the last call; 0 before a batch."""
         if self._writes is None:
             return 0
         before = self._written

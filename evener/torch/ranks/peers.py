@@ -188,7 +188,7 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Start and return a thread that runs until the GPU has finished its work.
+        """Return a running thread that ends when the GPU has finished its work.
 
         Without a GPU, it ends immediately.
         """

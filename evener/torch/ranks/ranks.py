@@ -254,10 +254,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 def _place_group(number: int) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for the process group with this number.
-
-    Groups are counted from 0.
-    """
+    """Return arguments of `init_process_group` for the group with this number, counted from 0."""
     # Under torchrun, a second training run in a process uses the store in which the first group has
     # left its ranks' addresses. So each later group gets keys of its own.
     if number == 0:

@@ -130,10 +130,7 @@ class Flat:
             )
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer in which the gradients of this rank's rows are added up.
-
-        It is as long as the whole flat.
-        """
+        """Return the buffer, as long as the whole flat, for gradients of this rank's rows."""
         # the reduction from an earlier use of the unit may still be running
         self.receive()
         if self._grads is None:

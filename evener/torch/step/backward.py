@@ -56,10 +56,7 @@ def listen(listener: LossListener) -> Callable[[], Any]:
 
 
 def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `Tensor.backward` that notifies all listeners before it runs.
-
-    `own` is PyTorch's method.
-    """
+    """Return a replacement for `own`, Tensor.backward, that first notifies all listeners."""
 
     @wraps(own)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:

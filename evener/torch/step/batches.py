@@ -224,10 +224,7 @@ def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove from the list, in place, the batches that no forward pass will compute any more.
-
-    All `batches` are from one epoch.
-    """
+    """Remove from one epoch's `batches` those that no forward pass will compute any more."""
     # Earlier ones than a used batch; and while there are more than two, the oldest if the loop no
     # longer holds its tensors.
     if batches and batches[-1].used:
