@@ -114,8 +114,8 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
     """Return the resources of each worker on `nodes`, by resource name.
 
-    A worker gets one CPU, or a fraction if a host has fewer CPUs than workers, and one GPU if the
-    plan uses GPUs.
+    A worker gets one CPU, or a fraction if a host has fewer CPUs than workers. If the plan uses
+    GPUs, it also gets one GPU.
     """
     # Ray requires all workers to have the same resources
     shares = [share.host for share in plan.layout.active]

@@ -566,9 +566,11 @@ class StepMetrics:
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
         """Return the tensors that this process sends for the metrics; `finish` needs their sums.
 
-        They are the outputs, padded with zeros to the whole batch, the changes of the metrics'
-        states, and the losses of single outputs. If the outputs are too large to send, the changes
-        of the compiled metrics replace them.
+        - the outputs, padded with zeros to the whole batch;
+        - the changes of the metrics' states;
+        - the losses of single outputs.
+
+        If the outputs are too large to send, the changes of the compiled metrics replace them.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):

@@ -27,9 +27,9 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     processes, the first one reports for all. A dataset's step of unknown size counts as the split's
     global batch. Without a global batch, nothing is reported.
 
-    With `log`, the shares, the samples/s and their ratio to the plan's samples/s are added to the
-    `logs` at the end of each epoch. TensorBoard and the callbacks of W&B and MLflow read these
-    logs, so they must come after this callback.
+    With `log`, the shares, the samples/s and their ratio to the plan's are added to the `logs` at
+    the end of each epoch. The callbacks of TensorBoard, W&B and MLflow read these logs, so they
+    must come after this callback.
 
     Raises RequestError without a split and without `rows`.
     """

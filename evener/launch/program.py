@@ -74,8 +74,11 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 def read_command(words: Sequence[str]) -> ProgramCommand:
     """Return the command that is given after `--`, such as `python train.py` or `train.py`.
 
-    Raises RequestError if the executable or the script doesn't exist, if the script trains with
-    TensorFlow, or if an option of Python disables evener's hooks.
+    Raises RequestError in these cases:
+
+    - The executable or the script doesn't exist.
+    - The script trains with TensorFlow.
+    - An option of Python disables evener's hooks.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -148,10 +151,14 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    It is the plan in the file `given`, or else the plan that was saved after the last run with the
-    same arguments and devices, or else a plan with even shares. `devices` is the option
-    `--devices`. Raises RequestError if the plan is for several hosts or a device has a limit, and
-    DeviceError if a device is simulated.
+    It is the first of these that exists:
+
+    - the plan in the file `given`;
+    - the plan that was saved after the last run with the same arguments and devices;
+    - a plan with even shares.
+
+    `devices` is the option `--devices`. Raises RequestError if the plan is for several hosts or a
+    device has a limit. Raises DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)

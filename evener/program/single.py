@@ -47,7 +47,7 @@ class _Iteration:
 class SingleTraining:
     """Times and reports the steps of the one process that trains a program.
 
-    Nothing is reported before the first update of one of PyTorch's optimizers, so a program that
+    Nothing is reported before the first update of one of PyTorch's optimizers. So a program that
     trains nothing leaves no record. Reporting ends for good if the program reports its own steps,
     as by a Trainer, or makes a process group of several processes.
     """
@@ -276,9 +276,9 @@ def _find_device(optimizer: Any) -> torch.device:
 def _count_rows(batch: Any, iteration: _Iteration) -> int:
     """Return the number of rows in a batch; 0 if it is unknown.
 
-    The first dimension of the batch's first tensor may be another one than rows, such as tokens or
-    the nodes of graphs. Therefore the loader's batch size counts, unless the tensor is shorter, as
-    in an epoch's last batch.
+    The first dimension of the batch's first tensor may be something else than rows, such as tokens
+    or a graph's nodes. So the loader's batch size counts, unless the tensor is shorter, as in an
+    epoch's last batch.
     """
     leaves = tree_leaves(batch)
     first = next((each for each in leaves if isinstance(each, torch.Tensor) and each.ndim), None)

@@ -302,8 +302,8 @@ def _divide_batch(
 ) -> dict[int, int]:
     """Return whole shares of up to k devices that sum to `batch`, by index in `devices`.
 
-    Each device gets what it finishes by `early`, at least one quantum, and then single quanta up to
-    what it finishes by `late`.
+    Each device gets what it finishes by `early`, but at least one quantum. Then single quanta are
+    added, up to what the device finishes by `late`.
     """
     # each of these goes to the device that would finish it first
     most = _largest_shares(devices, late, quantum)

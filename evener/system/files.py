@@ -103,8 +103,8 @@ def read_whole(
     """Return the content of a file or a pipe.
 
     `what` names the expected kind of file and `remedy` is a suggestion, both for error messages.
-    Raises `error` if the file can't be read, is larger than 4 MiB, or is a pipe to which nothing is
-    written for 5 s.
+    Raises `error` if the file can't be read or is larger than 4 MiB, or if nothing is written to a
+    pipe for 5 s.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),

@@ -271,8 +271,8 @@ class Split(PlannedTraining):
         Call this before creating the training loader with `split.loader`.
 
         - `count(part)`: means the same as in `parts`.
-        - `check`: check the loss of a few rows, and raise RequestError if it isn't a mean over
-          rows, or over the items that `count` counts.
+        - `check`: check the loss of a few rows. Raises RequestError if it isn't a mean over rows,
+          or over the items that `count` counts.
         - `options`: passed to DDPStrategy.
         """
         self.check_whole()

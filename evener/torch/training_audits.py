@@ -230,8 +230,8 @@ class TrainingAudits:
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
         """Use the program's own launcher, which gives all ranks equal rows, as the reference.
 
-        If an audit finds a difference, `go_even` is called on every rank in the same step, with the
-        reason why shares have to become equal.
+        If an audit finds a difference, `go_even` is called on every rank in the same step. Its
+        argument is the reason why shares have to become equal.
         """
         self._go_even = go_even
         self.question = ""
@@ -660,9 +660,9 @@ class TrainingAudits:
     ) -> Computations:
         """Return the two computations of a few rows that an audit compares.
 
-        The reference is one device or, for the program's own launcher, the mean over devices with
-        equal parts. The other computation is by shares on two devices (one if the run has only
-        one), in passes if the plan has passes.
+        The reference is one device. For the program's own launcher, it is the mean over devices
+        with equal parts. The other computation is by shares on two devices, or one if the run has
+        only one. It is in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_collectives(compute)

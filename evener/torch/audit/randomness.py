@@ -97,11 +97,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         """Simulate rounding: add random errors to the results of an operation that sums many terms.
 
         `name` is the operation's name, and `arguments` are its arguments. Operations that don't sum
-        are left unchanged. If n terms of random sign are added one after the other, the error has a
-        standard deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff
-        (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, with independent
-        errors).
+        are left unchanged.
         """
+        # If n terms of random sign are added one after the other, the error has a standard
+        # deviation of u * sqrt(n / 2) times that of the sum, where u is the unit roundoff (Higham,
+        # Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
                 continue

@@ -104,9 +104,14 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    It is the plan's GPU if its UUID is in `gpus` (see `visible_gpus`), or else the GPU with the
-    local rank as its index, or else the CPU. `share` is this process's share; None without a plan.
-    Raises DeviceError if the share is on a GPU and neither GPU is visible.
+    If the share is on a CPU, it is the CPU. Otherwise it is the first of these:
+
+    - the plan's GPU, if its UUID is in `gpus` (see `visible_gpus`);
+    - the GPU with the local rank as its index, if there is one;
+    - the CPU.
+
+    `share` is this process's share; None without a plan. Raises DeviceError if the share is on a
+    GPU and neither GPU is visible.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")

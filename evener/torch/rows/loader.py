@@ -41,7 +41,7 @@ class Epoch:
 
     - `training`: False for validation.
     - `tail`: the batches in which ranks' weights differ from a full batch. None stands for no
-      batch, a number for the last batch, of that many rows, and another object for possibly every
+      batch. A number stands for the last batch, with that many rows. Another object stands for any
       batch.
     - `by_length`: True if rows are assigned by length; a batch must then not be cut into passes.
     - `loader()`: returns the loader, or None if it no longer exists.
@@ -174,8 +174,9 @@ class Loader:
     def next_epoch(self) -> int:
         """The epoch number of the next loop.
 
-        It is the chosen epoch after `set_epoch`, the loaded one after `load_state_dict` if it has
-        steps left, and otherwise the following one.
+        - After `set_epoch`: the chosen epoch.
+        - After `load_state_dict`: the loaded epoch, if it has steps left.
+        - Otherwise: the following epoch.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))

@@ -29,8 +29,9 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 class RowOrder:
     """Draws the rows of each epoch from the user's `order` (see `Split.loader`).
 
-    The random seed depends on `seed` and the epoch. Raises RequestError if `order` doesn't yield
-    row indices from 0 to `rows` - 1, or yields different numbers of rows in two epochs.
+    The random seed depends on `seed` and the epoch. Raises RequestError if `order` yields anything
+    but row indices from 0 to `rows` - 1. Also raises it if two epochs have different numbers of
+    rows.
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
@@ -301,8 +302,9 @@ class UnevenBatchSampler:
     def rows_of_odd_tail(self) -> object:
         """Return in which steps ranks have other weights than in a full step (see `Epoch.tail`).
 
-        Return None for no step, the number of rows of the last step if it is the only one, or a new
-        object if it can be any step.
+        - None: in no step.
+        - A number: in the last step only, which has that many rows.
+        - A new object: possibly in any step.
         """
         if self.changes or self.is_by_length:
             return (
@@ -451,7 +453,7 @@ class LengthSampler(UnevenBatchSampler):
     fit the data set, or if no rank can hold a row.
 
     During a loop over the batches, cuDNN's attention is off in this process. It would build an
-    execution plan for each new shape, in about 100 ms on an H200, and nearly every pass has a new
+    execution plan for each new shape, in about 100 ms on an H200. Nearly every pass has a new
     shape.
     """
 

@@ -278,7 +278,7 @@ def sum_norms(
     """Return the norm of gradients, including the shards of other ranks.
 
     `norm` is PyTorch's function for one process, with `tensors` (this rank's gradients), `kind`
-    (the order of the norm) and the rest as its arguments. Raises RequestError for order 0, and
+    (the order of the norm) and the rest as its arguments. Raises RequestError for order 0. Raises
     RuntimeError if `error_if_nonfinite` is True and the norm isn't finite.
     """
     shards = _list_shard_gradients()

@@ -49,8 +49,8 @@ ALIGNED = 8
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Return each rank's (start, stop) range of a flat tensor, in proportion to `parts`.
 
-    The tensor has `elements` elements. Ranges begin at multiples of ALIGNED, and include padding at
-    the end, so that equal parts have equal sizes and each rank holds at least ALIGNED elements.
+    The tensor has `elements` elements. Ranges begin at multiples of ALIGNED. They include padding
+    at the end, so that equal parts have equal sizes and each rank holds at least ALIGNED elements.
     """
     ranks = len(parts)
     blocks = -(-max(elements, 1) // (ALIGNED * ranks)) * ranks

@@ -25,9 +25,9 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     """Return the units of a model by name; no unit is inside another.
 
     `wanted` are the units' classes or modules. For None, units are the blocks of the model's
-    outermost ModuleLists, and other layers with at least 0.3 of the smallest block's parameters,
-    such as embeddings. Without such blocks, they are modules with up to an eighth of the model's
-    parameters. Raises RequestError if `wanted` matches no module.
+    outermost ModuleLists. Other layers, such as embeddings, are also units if they have at least
+    0.3 of the smallest block's parameters. Without such blocks, units are modules with up to an
+    eighth of the model's parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)

@@ -23,8 +23,8 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 class LinkSums(NamedTuple):
     """The latency and bandwidth of all-reduces between ranks.
 
-    - `bytes_per_second`: data that crosses a link, counted as in nccl-tests: 2 (n - 1) / n times a
-      tensor's bytes for each all-reduce over n ranks.
+    - `bytes_per_second`: bandwidth of a link. As in nccl-tests, an all-reduce over n ranks counts
+      as 2 (n - 1) / n times the tensor's bytes.
     - `wrong`: how the result of an all-reduce differed from the expected one; "" if it didn't.
     """
 
