@@ -1,6 +1,7 @@
 """Measure how often `evener runs compare` is wrong.
 
   python -m benchmarks.gate [--trainings 24] [--slower 8] [--seconds 30] [--cores 2,3,4]
+                            [--keep FOLDER]
 
 Compares 40 pairs of equal training runs, and 20 pairs of an equal run and a slower one. Each run is
 a PyTorch process on its own core; as many run at once as there are cores. On cores that share
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,8 @@ from statistics import median
 
 from evener.balancer.store.compared import compare_trainings
 from evener.balancer.store.runs import load_training
-from evener.live.journal import RecordedTraining, StepsEntry
+from evener.live.journal import TRAINING_JOURNAL, RecordedTraining, StepsEntry
+from evener.system.files import runs_folder
 
 MOST, SLOWER = 0.05, 0.1
 ROWS, WIDTH = 128, 256
@@ -147,6 +150,7 @@ def main() -> int:
     parser.add_argument("--slower", type=int, default=8)
     parser.add_argument("--cores", default="", help="numbers, as 2,3,4; all but two unless given")
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--keep", default="", help="a folder for the journals of all runs")
     parser.add_argument("--train", type=float, nargs=2)
     given = parser.parse_args()
     if given.train:
@@ -163,6 +167,9 @@ def main() -> int:
         for place in range(given.slower):
             slowdowns.insert(place * (every + 1), SLOWER)
         runs = run_all(slowdowns, given.seconds, cores or own)
+        if given.keep:
+            for name in runs:
+                shutil.copy(runs_folder() / name / TRAINING_JOURNAL, f"{given.keep}/{name}.jsonl")
         slow = [run for run, each in zip(runs, slowdowns, strict=True) if each]
         for run, slowdown in zip(runs, slowdowns, strict=True):
             print(describe_windows(run, slowdown))

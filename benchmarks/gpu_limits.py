@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -41,6 +41,7 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.report import SearchReport
 from evener.balancer.types import (
     Interval,
+    KeptBatch,
     Layout,
     Probe,
     Problem,
@@ -184,10 +185,15 @@ def try_loader(devices: Sequence[Device]) -> None:
     """Check both promises about a slow loader against real speeds."""
     one = devices[:1]
     layout = solo(1, 0, ROWS)
-    seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3))
+    seen: list[Timed] = []
+    true: list[Timed] = []
+    for _ in range(3):  # in turns, because a host's speed changes within seconds
+        seen += measure(limited_trainings.SLOW_ROWS, one, [layout], turns=1)
+        true += measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2, input="device")
     limits = find(seen, layout, one)
     print_cause("slow.py", "input", limits)
-    true = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=3, input="device"))
+    print(f"a step with rows at hand: promised {_list_steps(one.kept for one in seen)} ms, "
+          f"measured {_list_steps(true)} ms", flush=True)  # fmt: skip
     gain = rate_of(true, layout) / rate_of(seen, layout) - 1
     print_gain("slow.py, rows at hand", limits[0] if limits else None, gain)
     knobs = [Layout("solo", (ROWS,), knobs=(f"workers{count}",)) for count in WORKERS]
@@ -198,6 +204,10 @@ def try_loader(devices: Sequence[Device]) -> None:
     part = by_hand[best] / max(by_hand.values())
     print(f"--try workers: {_round(evener)}, by hand {_round(by_hand)}; best {best}: {part:.3f} of")
     print(f"the best by hand; evener's figure of it {evener[best] / by_hand[best]:.3f} of by hand")
+
+
+def _list_steps(timed: Iterable[Timed | KeptBatch | None]) -> str:
+    return ", ".join(f"{1e3 * each.step_seconds:.2f}" for each in timed if each is not None)
 
 
 def _round(rates: dict[int, float]) -> dict[int, int]:

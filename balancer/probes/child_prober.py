@@ -60,6 +60,7 @@ from .measurement import Measurement, ProgressReporter, Timeouts
 from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
+MOST_LOOKS = 3  # probes of a layout in which steps without input are timed
 WARM_UP_SHARE = 16  # most rows: any other size works, and a small one is made quickly
 REPEAT_SECONDS = 0.5  # seconds between two reports on a silent probe
 # one step at a time, to check every 0.05 s whether other probes still run
@@ -98,7 +99,8 @@ class ChildProber:
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver, link=link)
-        self._looked_at: set[Layout] = set()  # layouts whose limits were measured
+        # layout -> number of probes that may still time its steps without input
+        self._looks_left: dict[Layout, int] = {}
         # positions of devices that took part in a probe and are therefore watched
         self._used: set[int] = set()
         self._unused: tuple[int, ...] = ()  # devices in `_used` that no running probe uses
@@ -228,6 +230,9 @@ class ChildProber:
                 closer=self._wants_closer_look(probe),
             )
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
+            if seen.kept is None:
+                with self._lock:
+                    self._looks_left[probe.layout] = 0  # it doesn't wait for input
         except GroupError as error:
             if group is not None and not self._keep_recovered_children(key, group, error):
                 group.end()
@@ -262,16 +267,15 @@ class ChildProber:
 
     def _wants_closer_look(self, probe: Probe) -> bool:
         """True if the probe should also time steps without input, to show what limits its speed."""
-        # such steps are timed in a layout's first probe, if it may become the plan and its batches
-        # come from host memory
+        # such steps are timed in a layout's first probes, if it may become the plan and its batches
+        # come from host memory; once if it doesn't wait for input
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
             return False
         with self._lock:
-            if probe.layout in self._looked_at:
-                return False
-            self._looked_at.add(probe.layout)
-        return True
+            left = self._looks_left.get(probe.layout, MOST_LOOKS)
+            self._looks_left[probe.layout] = max(0, left - 1)
+        return left > 0
 
     def _take_idle(self, key: Layout) -> ChildGroup | None:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 import msgspec
 
@@ -25,6 +25,7 @@ from evener.training.limits import (
 )
 
 from ..search.report import SearchReport
+from ..statistics import student
 from ..types import Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # fraction that twice the batch saves of a part that doesn't grow with the batch
@@ -76,7 +77,8 @@ def find_training_limits(
     if not turns or layout.traits.side_by_side or not chosen.throughput.value:
         return ()
     step_s = layout.global_batch / chosen.throughput.value
-    measured = _Measured(layout, turns, _find_closer(seen, layout), step_s)
+    looks = _find_looks(seen, layout)
+    measured = _Measured(layout, turns, looks, step_s)
     parts = (
         *_find_input(measured),
         *_find_host(measured),
@@ -95,25 +97,27 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
     return [one for one in found if one.parts]
 
 
-def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return the last measurement that also timed steps without input or a slow host, if any."""
+def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
+    """Return the measurements that also timed steps without input or without a slow host."""
     turns = _find_turns(seen, layout)
     # without input: one batch is reused; without a slow host: all kernels are enqueued first
-    found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
-    return found[-1] if found else None
+    return [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
 
 
 class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
     - `turns`: the measurements in which the parts of a step are known.
-    - `closer`: one that also timed steps without input or without a slow host, if any.
+    - `looks`: those that also timed steps without input or without a slow host.
+    - `closer`: the last of them; None if there is none.
     """
 
     def __init__(
-        self, layout: Layout, turns: Sequence[Timed], closer: Timed | None, step_s: float
+        self, layout: Layout, turns: Sequence[Timed], looks: Sequence[Timed], step_s: float
     ) -> None:
-        self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
+        self.layout, self.turns, self.step_s = layout, turns, step_s
+        self.looks = looks
+        self.closer = looks[-1] if looks else None
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
         """Return each measurement with the parts of this device's step, where they are known."""
@@ -195,8 +199,8 @@ class _Measured:
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
     """Yield how long a step waits for rows, with its time without input if that was measured."""
     seconds = measured.largest_s("input_seconds")
-    closer = measured.closer
-    if closer is None or closer.kept is None:
+    step = _find_step_without_input(measured)
+    if step is None:
         if seconds is not None:
             yield StepPart(
                 kind=LimitKind.INPUT,
@@ -205,9 +209,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
                 remedy=TRY_WORKERS,
             )
         return
-    without = measured.scale(closer.kept.step_seconds)
-    error = measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2)
-    error = max(error, KEPT_ERROR * without)
+    without, error = step
     known = seconds is not None
     yield StepPart(
         kind=LimitKind.INPUT,
@@ -217,6 +219,29 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
         remaining_s=HAND_OVER_S,
         remedy=TRY_WORKERS if known else KERAS_INPUT,
     )
+
+
+def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
+    """Return the seconds of a step that waits for no rows, and half of their 95 % interval.
+
+    It is the mean over the measurements in which such steps were timed; None if there are none.
+    Its error is the largest of three: that of the timed steps, the one seen between measurements,
+    and the one that is usual between measurements.
+    """
+    scaled = []
+    errors = []
+    for one in measured.looks:
+        if one.kept is not None:
+            scale = measured.step_s / one.step_seconds
+            scaled.append(scale * one.kept.step_seconds)
+            errors.append(scale * (one.kept.high_seconds - one.kept.low_seconds) / 2)
+    if not scaled:
+        return None
+    count = len(scaled)
+    mean = fmean(scaled)
+    apart = student(count - 1) * stdev(scaled) / math.sqrt(count) if count > 1 else 0.0
+    usual = KEPT_ERROR * mean / math.sqrt(count)
+    return mean, max(fmean(errors), apart, usual)
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:

@@ -101,6 +101,18 @@ def test_input_has_the_gain_that_was_measured_with_a_batch_at_hand() -> None:
     assert "num_workers" in limit.remedy
 
 
+def test_several_steps_with_a_batch_at_hand_give_a_narrower_gain() -> None:
+    part = PartSeconds(input_seconds=0.09, update_seconds=0.001)
+    kept = [KeptBatch(each, each, each) for each in (0.0195, 0.02, 0.0205)]
+    first, *more = [timed(ALONE, part, kept=each) for each in kept]
+    (limit,) = limits_of(first, CPUS[:1], *more)
+    assert limit.gain == pytest.approx(0.1 / 0.02 - 1)
+    assert 0.1 / 0.024 - 1 < limit.gain_low < 0.1 / 0.022 - 1
+    first, *more = [timed(ALONE, part, kept=KeptBatch(each, each, each)) for each in (0.018, 0.022)]
+    (limit,) = limits_of(first, CPUS[:1], *more)
+    assert limit.gain_low < 0.1 / 0.03 - 1, "two that differ say little"
+
+
 def test_input_of_a_framework_that_fetches_within_its_step_is_what_the_kept_batch_spares() -> None:
     part = PartSeconds(input_seconds=None)
     (limit,) = limits_of(timed(ALONE, part, kept=KeptBatch(0.06, 0.06, 0.06)), CPUS[:1])
