@@ -359,9 +359,10 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Return the layout that trains with a placement and this global batch.
 
-    The placement uses the first of the `devices` devices. Their shares only mark them as used; the
-    workload doesn't split the batch by them. Return None if there are too few devices or samples.
+    The placement uses the first of the `devices` devices. Return None if there are too few devices
+    or samples.
     """
+    # the shares only mark devices as used; the workload doesn't split the batch by them
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
     return spread and msgspec.structs.replace(spread, kind="place", placement=placement.name)

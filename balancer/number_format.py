@@ -71,9 +71,10 @@ def write_share(batch: int, micro: int) -> str:
 def relative_error(value: float, low: float, high: float) -> float:
     """Return half of the width of a value's 95 % interval, divided by the value.
 
-    Return 0 for a value of 0. Near 0, an interval may be lopsided. If its upper end is farther from
-    the value than half of the width, that distance is used instead.
+    If the interval's upper end is farther from the value, that distance is used instead. Return 0
+    for a value of 0.
     """
+    # near 0, an interval may be lopsided
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 

@@ -63,11 +63,11 @@ def find_correlation(values: Sequence[float]) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of the 95 % interval of a step that was timed only once.
 
-    `seconds` is the step's duration, and `first_seconds` the duration of the step before. The
-    variance is pooled from two sources: the usual variance of steps (`LONE_ERROR`), and the
-    difference of these two steps. A first step that took over 20 % longer also traced or tuned
-    kernels, so the difference isn't used then.
+    `seconds` is the step's duration, and `first_seconds` the duration of the step before. The error
+    is estimated from the usual variance of steps (`LONE_ERROR`) and from the difference of these
+    two steps.
     """
+    # a first step that took over 20 % longer also traced or tuned kernels
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
@@ -75,11 +75,11 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the relative half-width of the 95 % interval of a step that was timed only once.
 
-    Unlike in `lone_error`, it is estimated from many pairs of steps. A pair has the durations of a
-    first step and of the step after it. First steps may take longer in general, so the ratio of
-    each pair is compared with the median ratio.
+    It is estimated from many pairs of steps. A pair has the durations of a first step and of the
+    step after it.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
+    # first steps may take longer in general
     middle = median(ratios or [0.0])
     return _pool_lone([ratio - middle for ratio in ratios], 1)
 

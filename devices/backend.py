@@ -98,9 +98,9 @@ def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[De
 
     `variable` is the variable's value; None if it isn't set, which makes all devices visible. Its
     entries are indices or prefixes of ids. If an entry matches no device, that entry and all
-    entries after it are ignored. If a device is named twice, no device is visible. Source: CUDA C++
-    programming guide, environment variables.
+    entries after it are ignored. If a device is named twice, no device is visible.
     """
+    # these are CUDA's rules; source: CUDA C++ programming guide, environment variables
     if variable is None:
         return tuple(devices)
     chosen: list[Device] = []

@@ -74,9 +74,9 @@ def find_source_address(host: str) -> str:
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
     """Return the address at which the other hosts can reach this host, which they know as `host`.
 
-    A machine's own name often resolves to loopback (127.0.1.1 on Debian). Return the source address
-    of packets to the other hosts in that case.
+    If this name resolves to loopback, return the source address of packets to the other hosts.
     """
+    # a machine's own name often resolves to loopback, such as 127.0.1.1 on Debian
     named = [str(address[0]) for *_, address in resolve(host)]
     others = [find_source_address(other) for other in hosts if other != host]
     outward = [source for source in others if source and not is_loopback(source)]
@@ -161,9 +161,10 @@ def parse_address(text: str, option: str) -> Address:
 def is_loopback(host: str) -> bool:
     """True if `host`, from a URL or a Host header, is a loopback name or address of this machine.
 
-    `host` may include a port. This check protects a local server: a web page elsewhere can make a
-    browser send a request to this machine, but only under the page's own host name.
+    `host` may include a port.
     """
+    # This check protects a local server: a web page elsewhere can make a browser send a request to
+    # this machine, but only under the page's own host name.
     try:
         name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

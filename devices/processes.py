@@ -159,15 +159,15 @@ START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 def send_signal(row: ProcessSample, name: str) -> None:
     """Send the signal `name`, such as "TERM" for SIGTERM, to the process of this row.
 
-    The start time and owner of the process are checked first. A pidfd is held during the check, so
-    that the pid can't be reused meanwhile. Raises RequestError if the process has ended, if its pid
-    now belongs to another process, or if this user may not signal it.
+    The start time and owner of the process are checked first. Raises RequestError if the process
+    has ended, if its pid now belongs to another process, or if this user may not signal it.
     """
     if row.host:
         raise RequestError(
             f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there."
         )
     try:
+        # the pid can't be reused while the pidfd is held
         with open(os.pidfd_open(row.pid), "rb") as held:
             _check_same(row)
             signal.pidfd_send_signal(held.fileno(), SIGNALS[name])

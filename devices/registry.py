@@ -140,9 +140,10 @@ def import_path(inherited: str) -> str:
     """Return the PYTHONPATH for a child process that must import the same evener as this process.
 
     `inherited` is the current PYTHONPATH. If `evener` was found through a directory on `sys.path`,
-    that directory comes first. With an editable install, no directory is added. The checkout also
-    contains other packages, such as `workloads`, which may clash with the user's.
+    that directory comes first.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}
+    # An editable install has no such directory. The checkout isn't added then, because its other
+    # packages, such as `workloads`, may clash with the user's.
     return os.pathsep.join(filter(None, (str(home) if home in known else "", inherited)))

@@ -16,16 +16,16 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors; only subclasses are raised.
 
-    The message says what is wrong, and the remedy says what to do. Both may quote a plan or a
-    driver, and Python prints an exception's text unescaped. Therefore terminal control characters
-    are replaced in them. `kind` names the class in JSON output. `exit_code` is evener's exit code
-    after this error.
+    The message says what is wrong, and the remedy says what to do. Terminal control characters are
+    replaced in both. `kind` names the class in JSON output. `exit_code` is evener's exit code after
+    this error.
     """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, remedy: str = "") -> None:
+        # both may quote a plan or a driver, and Python prints an exception's text unescaped
         self.message = printable(message)
         self.remedy = printable(remedy)
         super().__init__(self.message)

@@ -319,10 +319,11 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
     """True if the peak memory of some device rose by more than 1 % in a block.
 
-    `before` and `after` are the peaks in bytes; None if unknown. New pages cost the kernel much
-    time, so the steps of such a block take longer than usual. On a virtual machine, 16 us for each
-    4 KiB were 70 % of a step of 0.36 s.
+    `before` and `after` are the peaks in bytes; None if unknown. The steps of such a block take
+    longer than usual.
     """
+    # New pages cost the kernel much time. On a virtual machine, 16 us for each 4 KiB were 70 % of a
+    # step of 0.36 s.
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 

@@ -199,13 +199,14 @@ class ForkServer:
 def import_first(names: Sequence[str]) -> None:
     """Import each "module" or "module:attribute" into this process, before it forks children.
 
-    A process that runs a device's driver can't be forked. So if an import fails or starts a driver,
-    the program is restarted without imports. Each child then does its own imports.
+    If an import fails or starts a device's driver, the program is restarted without imports. Each
+    child then does its own imports.
     """
     try:
         for name in names:
             module, _, attribute = name.partition(":")
             getattr(import_module(module), attribute or "__name__")
+        # a process that runs a driver can't be forked
         forkable = not has_started_driver()
     except Exception:
         forkable = False  # a child imports it again, and reports the error

@@ -435,13 +435,13 @@ class Hosts:
         """Return the address at which each rank of a group meets the others.
 
         `devices` has one device per rank. An address is on the host of the rank's device, or on
-        loopback if there is only one host. Its port is free at this moment.
-
-        PyTorch's ranks on one host get the path of a file instead. With an address, any user of the
-        machine could connect to the rendezvous store and write to it.
+        loopback if there is only one host. Its port is free at this moment. PyTorch's ranks on one
+        host get the path of a file instead.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
+            # with an address, any user of the machine could connect to the rendezvous store and
+            # write to it
             path: str = self._by_name[devices[0].host].ask("make_file")
             return (path,) * len(devices)
         free = {}

@@ -99,11 +99,9 @@ class Budget:
 
         `reserved` seconds are kept for later probes. In exploration, a probe may take at most 1 /
         `SURPRISE` of the time left, and in other stages 1 / `probes_left` of it. At least two steps
-        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate.
-
-        If steps are very slow, a probe times only a single step, a "lone step". It does so if it is
-        given less time than one step takes, so half of a step's time is returned. A check always
-        has two steps, because it confirms the winner's samples/s.
+        are timed, even beyond these limits. A step takes `step_seconds`, by default an estimate. If
+        steps are so slow that the probe should time a single step, the result is half of a step's
+        time.
         """
         step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -112,6 +110,8 @@ class Budget:
         left = self._stage_end_seconds(stage) - self.spent - reserved - self.starts.seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
+        # A probe with less time than a step takes times one step. A check always has two steps,
+        # because it confirms the winner's samples/s.
         if stage != Stage.CHECK and self.time.takes_lone_steps(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
         each = (

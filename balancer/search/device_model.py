@@ -166,7 +166,7 @@ class DeviceModel:
     def guessed_alone_rows(self) -> int:
         """The largest batch for a round of devices alone, according to memory and time.
 
-        It may take several rounds to reach it. It is 0 before the device ran. Time is ignored if
+        Several rounds may be needed to reach it. It is 0 before the device ran. Time is ignored if
         the measured times are so noisy that the curve may in fact be level.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:

@@ -269,12 +269,13 @@ class Evaluation:
         """The best layout of all that were measured and may still run; None before any measurement.
 
         If the layout was measured again after it was chosen, its samples/s are computed only from
-        the turns since then. The samples/s for which it was chosen are the highest of several noisy
-        values, and therefore biased upwards.
+        the turns since then.
         """
         chosen = self._chosen
         if chosen is None:
             return None
+        # the samples/s for which it was chosen are the highest of several noisy values, so biased
+        # upwards
         fresh = self._seen.turns_after_choice(chosen.layout)
         if not fresh:
             return chosen

@@ -49,10 +49,9 @@ class FamilyView:
     def even_splits(self) -> Sequence[Layout]:
         """The even splits over all live devices and, if the options ask for scaling, over fewer.
 
-        Empty if splits were requested and exploration hasn't measured any yet. If the user didn't
-        fix the global batch, an even split has as many rows per device as the best split, which
-        isn't known until then.
+        Empty if splits were requested and exploration hasn't measured any yet.
         """
+        # a free batch has as many rows per device as the best split, which isn't known yet
         if self.options.with_splits and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)

@@ -191,13 +191,12 @@ def undecided(
 ) -> tuple[list[Candidate], bool]:
     """Return the candidates that deserve another turn, and whether there is a tie.
 
-    A rival is undecided if choosing it instead of the fastest candidate may still gain more than
-    `LEAST_GAIN`. It deserves another turn if the remaining turns are enough to decide that. If they
-    aren't, there is a tie.
+    A rival deserves another turn if choosing it may still gain more than `LEAST_GAIN`, and the
+    remaining turns are enough to decide that. If they aren't enough, there is a tie. If a rival
+    deserves another turn, so does the fastest candidate, because the two are compared within turns.
 
     There are at most `turns_left` remaining turns, and a candidate has at most `most_turns` in
-    total. If a rival deserves another turn, so does the fastest candidate, because the two are
-    compared within turns.
+    total.
     """
     if len(ran) < 2:
         return [], False

@@ -48,14 +48,14 @@ class RowPolicy:
     def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        Every split is sensible. A single device isn't if every layout must use all devices. It
-        isn't either if it computes a free batch in several passes, because a smaller batch in fewer
-        passes would give the same samples/s.
+        Every split is sensible. A single device isn't if every layout must use all devices, or if
+        it computes a free batch in several passes.
         """
         if layout.traits.together:
             return True
         if self.problem.all_together:
             return False
+        # a smaller batch in fewer passes would give the same samples/s
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:

@@ -31,11 +31,11 @@ class StartTimes:
         """Return the seconds to start a layout's child processes; 0 if they are already running.
 
         If they exited when a probe ran out of memory, or are started anew for each probe, return
-        the duration of their shortest start. If they were never started, the time is estimated from
-        starts in the solo stage. This estimate is rather high, because the first starts of a
-        session are the slowest.
+        the duration of their shortest start. If they were never started, return an estimate from
+        starts in the solo stage.
         """
         own = self._by_children.get(layout.children)
+        # the estimate is rather high, because the first starts of a session are the slowest
         if not own:
             return 0.0 if layout.children in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]

@@ -61,8 +61,7 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     """Return the cost that fits the points best; None if there are too few points.
 
     Time that depends on neither rows nor tokens is attributed to passes, unless the points clearly
-    show that it belongs to the step. This is the safer error: if passes seemed free, rows would be
-    assigned to ever smaller passes.
+    show that it belongs to the step.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -71,6 +70,7 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     errors = [one.error * one.seconds for one in points]
     rates, missed = fit_rates([(0.0, *work) for work in works], seconds, errors)
     with_steps, less = fit_rates([(1.0, *work) for work in works], seconds, errors)
+    # in doubt, time belongs to passes: if they seemed free, rows would get ever smaller passes
     step_s, *of_passes = with_steps if less < missed - CLEAR**2 else rates
     cost = Cost(*of_passes)
     return StepCost(step_s, cost) if cost.is_valid() else None
@@ -84,8 +84,7 @@ def fit_rates(
     Return the rates, and the sum of squared residuals. The matrix `rows` has an amount for each
     equation (row) and each rate (column). In each equation, the sum of amount times rate should be
     the equation's value in `values`. A residual is divided by the standard error in `errors`. If
-    columns are collinear, so that the equations can't tell them apart, only one of them gets a rate
-    above 0.
+    the equations can't tell columns apart, only one of them gets a rate above 0.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -357,11 +356,11 @@ class TextModel(MachineModel):
         """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
         Return 0 if the cost of one of its devices is unknown. For passes over rows of one length,
-        the time per token of the largest measured pass is used instead. A cost that was fitted to
-        small passes predicts too little time for large ones.
+        the time per token of the largest measured pass is used instead.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
+        # a cost that was fitted to small passes predicts too little time for large ones
         if steps:
             largest = max(steps)
             longer = max(1.0, rows * layout.length / largest)

@@ -57,11 +57,10 @@ class TimeLeft:
     def growth(self, step_seconds: float) -> float:
         """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
 
-        The factor is for a level curve, which shows nothing about larger batches. In the worst
-        case, a step takes longer in proportion to the batch. Even then, two steps must fit in a
-        fixed part of the time that exploration has left. If steps are so slow that a probe times
-        only one, this step may take `BOLD` times the time left. The factor is at least 1, and
-        infinite if `step_seconds` is 0.
+        It is for a level curve, which shows nothing about larger batches. Even if a step takes
+        longer in proportion to the batch, two steps must fit in a fixed part of the time that
+        exploration has left. If a probe times only one step, this step may take `BOLD` times the
+        time left. The factor is at least 1, and infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -128,9 +127,8 @@ class TimeLeft:
     def tuning_steps(self) -> float:
         """The time to tune kernels in a first step at a new size, as a number of later steps.
 
-        With TensorFlow, it is up to 100 steps. It is fitted to the quickest and the slowest step of
-        each device alone. The part of a first step that doesn't grow with the step's duration is
-        overhead, not tuning.
+        It is fitted to the quickest and the slowest step of each device alone. With TensorFlow, it
+        is up to 100 steps.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed(Stage.SOLO):
@@ -143,6 +141,8 @@ class TimeLeft:
             slow, first_of_slow = max(steps)
             if slow > SAFE_GROWTH * quick:
                 more = first_of_slow - first_of_quick
+                # the part of a first step that doesn't grow with the step's duration is overhead,
+                # not tuning
                 found.append(max(0.0, more / (slow - quick) - 1))
         return median(found or [0.0])
 

@@ -193,8 +193,9 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
     Raises NVMLError if the UUID isn't found but some GPU doesn't answer, because that GPU may have
-    it. NVML's lookup by UUID isn't used: for a lost GPU, it would say that there is no such GPU.
+    it.
     """
+    # not NVML's lookup by UUID: for a lost GPU, it would say that there is no such GPU
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
         try:

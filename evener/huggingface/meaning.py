@@ -78,13 +78,8 @@ def find_loss(
     items.
 
     `computations` computes the trainer's loss, and `gathering` counts its gather calls. `make`
-    returns a few rows of the trainer's data, or None. `in_parts` is True if a single process needs
-    smaller passes; any error is then raised.
-
-    Some labels are masked first if the rows couldn't distinguish a mean over labels from a mean
-    over rows. This is done if the data have ignored labels (`ignores`), and always on a CPU, where
-    an error can be caught. On a GPU, a loss that doesn't support ignored labels would kill the
-    process.
+    returns a few rows of the trainer's data, or None. `ignores` is True if the data have ignored
+    labels. `in_parts` is True if a single process needs smaller passes; any error is then raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -94,6 +89,9 @@ def find_loss(
         few = make()
         if few is None:
             return None
+        # Masking some labels helps to distinguish a mean over labels from a mean over rows. A loss
+        # that doesn't support ignored labels raises an error on a CPU, but would kill the process
+        # on a GPU.
         if ignores or trainer.args.device.type == "cpu":
             masked = _mask_some_labels(few)
             try:

@@ -129,14 +129,14 @@ def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float
     """Raise RequestError if a checkpoint was made with another data set size or step size.
 
     `rows` is the number of rows of the data set, `step_rows` the number per optimizer step, and
-    `epoch_steps` the number of optimizer steps per epoch. They must match, because a position in
-    the epoch is counted in steps.
+    `epoch_steps` the number of optimizer steps per epoch.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
     except FileNotFoundError:  # written without a plan, whose rows have the same order
         _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
         return
+    # a position in the epoch is counted in steps
     if state != {"rows": rows, "step_rows": step_rows}:
         raise RequestError(
             f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in "

@@ -94,12 +94,11 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 def load_from_shards(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
     """Load the optimizer's state from a checkpoint of a sharded training, if `folder` has one.
 
-    This is for a trainer whose own model isn't sharded. transformers can't read the state that a
-    sharded training has saved, and would continue with a new optimizer. Does nothing if `folder` is
-    None.
+    This is for a trainer whose own model isn't sharded. Does nothing if `folder` is None.
     """
     if folder is None or not checkpoint.has_optimizer(folder, trainer.model):
         return
+    # transformers can't read this state, and would continue with a new optimizer
     checkpoint.load_whole(folder, trainer.model, _own_optimizer(trainer))
     path = Path(folder) / SCHEDULER
     trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))

@@ -253,11 +253,6 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     The time is the device's compute time (own work) in a step. If the device ran alone, it is the
     duration of the whole step.
 
-    A measured error is often too small by chance, because a probe ends once its interval is narrow
-    enough. A smaller error is therefore raised to the error expected from the median noise per
-    step. It is raised at most by the factor `LUCKY`, because steps of few rows may be noisier than
-    others.
-
     `slower` is the factor by which throttling now prolongs the device's steps. If it is 1,
     measurements in which the device was throttled are used only if there are no others. If it is
     larger, all measurements are used, and the times without throttling are multiplied by it.
@@ -267,6 +262,9 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     if steady and slower == 1:
         found = steady
+    # A probe ends once its interval is narrow enough, so an error is often too small by chance. It
+    # is raised to the error expected from the median noise, but at most by LUCKY, because steps of
+    # few rows may be noisier than others.
     noise = _typical_noise([one for one, _ in found])
     for one, seconds in found:
         layout = one.probe.layout
@@ -301,10 +299,10 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the devices' evidence, with drift added to the relative errors of all points.
 
     Drift is a change of a device's speed from probe to probe, for example because of heat. The
-    noise within a probe doesn't show it. Drift is the median of the differences from `_list_drifts`
-    and an additional 0. Without this 0, a single pair of points, which one disturbance may have
-    changed, would be taken for drift.
+    noise within a probe doesn't show it.
     """
+    # without the additional 0, a single pair of points, which one disturbance may have changed,
+    # would be taken for drift
     drift = median_low([0.0, *_list_drifts(devices)])
 
     def wider(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -404,7 +402,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if one likely curve can't describe two devices, each measured alone.
+    """True if no likely curve fits two devices, each measured alone.
 
     That is so if a measurement of each shows one of two things, beyond noise. Either the smaller
     batch took longer than the larger one. Or the batches are nearly equal, but the ratio of the
@@ -432,12 +430,12 @@ def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
     """True if noise explains all gaps between two devices and also the mean gap.
 
     A gap is the logarithm of the ratio of their times at one batch, and its standard error. False
-    if there are fewer than two gaps. The function returns at the first gap that noise can't
-    explain, because 1024 devices have half a million pairs to compare per decision.
+    if there are fewer than two gaps.
     """
     total = 0.0
     mean = 0.0
     count = 0
+    # return early: 1024 devices have half a million pairs to compare per decision
     for gap, error in gaps:
         if abs(gap) > BATCH_ERRORS * error:
             return False

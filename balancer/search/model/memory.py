@@ -78,9 +78,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def predict_largest(self) -> int | None:
         """Return the largest batch that fits according to the memory line.
 
-        If the memory per sample has increased from one pair of points to the next, it is assumed to
-        increase by as much again. Only 80 % of the free memory is then used. Return None if the
-        line or the limit is unknown, or if memory use doesn't grow with the batch.
+        Return None if the line or the limit is unknown, or if memory use doesn't grow with the
+        batch.
         """
         line = self.line
         if line is None or self.limit_bytes is None:
@@ -91,6 +90,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         last, used = self.points[-1]
         free = self.limit_bytes - used
         if free > 0:
+            # if the memory per sample has increased, it is assumed to increase by as much again
             bend = self._slope_increase()
             part = SAFE_SHARE if bend else 1.0
             most = int(last + free / (slope + bend) * part)
@@ -109,11 +109,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_proportion(self) -> int | None:
         """Return the largest batch that fits if memory use is proportional to rows.
 
-        Memory use grows less than that, because a part of it is fixed, so the result is safe.
         Return None unless exactly one batch was measured and none ran out of memory.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
+        # safe, because a part of the memory use is fixed, so it grows less than this
         rows, used = self.points[0]
         return int(rows * self.limit_bytes / used) if used else None
 

@@ -215,10 +215,10 @@ def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float
 def make_rising(times: Sequence[float]) -> list[float]:
     """Return times that never fall: each is lowered to the smallest of the times after it.
 
-    `times` belong to batches in rising order. No result is below 0. A larger batch may take less
-    time if a faster kernel computes it. Smaller batches are then assumed to be able to use that
-    kernel too.
+    `times` belong to batches in rising order. No result is below 0.
     """
+    # a larger batch may take less time with a faster kernel, which smaller batches could then use
+    # too
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
 
@@ -249,10 +249,9 @@ def rising_line(
 def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the seconds that each further pass of a step takes beyond the time of its rows.
 
-    It is the mean over `steps`, which all have several passes. `curve` is the time of one pass. The
-    result is negative if a part of a step, such as the optimizer's, isn't repeated in each pass. A
-    pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of these rows, so that
-    further passes never seem nearly free.
+    It is the mean over `steps`, which all have several passes, and may be negative. `curve` is the
+    time of one pass. A pass of `rows` rows is assumed to take at least `LEVEL` (5 %) of the time of
+    these rows, so that further passes never seem nearly free.
     """
     weights = []
     found = []
@@ -261,6 +260,7 @@ def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
         alone = point.passes * curve.seconds(point.batch / point.passes)
         found.append((point.seconds - alone) / further)
         weights.append((further / point.seconds) ** 2 * point.weight)
+    # negative if a part of a step, such as the optimizer's, isn't repeated in each pass
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
     return max(mean, (LEVEL - 1) * curve.seconds(rows))
 
@@ -285,13 +285,9 @@ class Stairs(msgspec.Struct, frozen=True):
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
         """Return the step function up to the batch `largest`, continued by a straight line.
 
-        `error` is the relative standard error of a typical point.
-
-        The last batch of a level isn't known exactly, only a range that contains it. The curve has
-        to place the end of the level somewhere in that range, at a fraction x of it. With a larger
-        x, devices compute more rows in the same time. But if the batch turns out to be beyond the
-        level on one device, that device delays all. For n = `among` devices that share a step, the
-        expected gain is proportional to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
+        `error` is the relative standard error of a typical point. The last batch of a level is only
+        known to be in a range, in which the curve has to choose a batch. It is smaller if more
+        devices (`among`) share a step.
         """
         knots: dict[float, float] = {}
         levels_per_sample = math.fsum(slope for slope, _, _ in self.places) / len(self.places)
@@ -300,6 +296,9 @@ class Stairs(msgspec.Struct, frozen=True):
         first_level = math.ceil(levels_per_sample + lowest_shift)
         for level in range(first_level, first_level + MOST_STAIRS):
             earliest_end, latest_end = self._range_of_level_end(level)
+            # A larger fraction x of the range gives devices more rows in the same time, but one
+            # device beyond its level delays all. For n devices, the expected gain is proportional
+            # to x * (1 - x)**n, which is highest at x = 1 / (n + 1).
             end = min(earliest_end + (latest_end - earliest_end) // (among + 1), largest)
             if end >= max(begin, 1):
                 seconds = max(self.least, self.first + self.rise * level)
