@@ -191,10 +191,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check whether each framework can be imported and sees all GPUs.
-
-    The drivers list `gpus` GPUs.
-    """
+    """Check whether each framework can be imported and sees all GPUs of the drivers."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     # one working framework is enough: a problem with the other is then only a note
@@ -234,10 +231,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Return the check of whether a framework sees all GPUs.
-
-    `seen` is the number that it sees, `gpus` the number that the drivers list.
-    """
+    """Return the check of whether a framework sees all GPUs that the drivers list (`gpus`)."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -459,10 +453,7 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
-    """Return the failed connections between hosts, each with its reason.
-
-    An entry has the connecting host, the address and port, and the reason.
-    """
+    """Return the failed connections between hosts: host, address and port, and the reason."""
     with ExitStack() as stack:
         listeners = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

@@ -342,10 +342,7 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _check_against_header(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry, or raise RequestError if it is a second header or doesn't fit the devices.
-
-    `where` names the file and line in the error.
-    """
+    """Return the entry, or raise RequestError if it is a second header or doesn't fit the first."""
     if isinstance(entry, Header):
         raise RequestError(
             f"{where} is a second header.", _explain_broken_line("that line", foreign)

@@ -164,10 +164,8 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run in seconds; None for no limit.
-
-    `extend_seconds` are added to the time already spent.
-    """
+    """Return the budget of a resumed run in seconds; None for no limit."""
+    # `extend_seconds` are added to the time already spent
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
     # the default counts as no budget

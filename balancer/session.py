@@ -213,10 +213,7 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raise RequestError if the objective needs energy and a device reports none.
-
-        `at` is the time on the session's clock.
-        """
+        """Raise RequestError if the objective needs energy and a device reports none."""
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
         ):
@@ -237,8 +234,7 @@ class Session(EventThread):
     def _store_facts(self, facts: Facts, at: float) -> None:
         """Write the facts that child processes reported to the journal, and tell the search.
 
-        `at` is the time on the session's clock. Raises RequestError if the objective counts tokens
-        but rows have no lengths.
+        Raises RequestError if the objective counts tokens but rows have no lengths.
         """
         self._run.write(FactsEntry(facts))
         self._facts = facts

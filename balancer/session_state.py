@@ -263,10 +263,8 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout can be a rival of the best layout.
-
-    The best layout itself can't, nor can the same single device with another batch.
-    """
+    """True if a measurement's layout can be a rival of the best layout."""
+    # not the best layout itself, nor the same single device with another batch
     return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
 

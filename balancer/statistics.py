@@ -87,8 +87,7 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of the interval of a step that was timed only once.
 
-    `differences` are relative differences of two steps. `fitted` is the number of parameters fitted
-    to them, which cost as many degrees of freedom.
+    It is computed from relative differences of two steps, to which `fitted` parameters were fitted.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)

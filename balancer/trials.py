@@ -211,8 +211,7 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
     """Return the measurement, or None if the probe was stopped.
 
-    `devices` are the job's devices. Raises NoLayoutError if the batch didn't fit or the training
-    failed.
+    Raises NoLayoutError if the batch didn't fit or the training failed.
     """
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
@@ -230,10 +229,8 @@ def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Time each device alone at its share for `seconds`, and return the devices' samples/s.
-
-    The value is None for an unused device, and if a measurement failed or was stopped.
-    """
+    """Time each device alone at its share for `seconds`, and return the devices' samples/s."""
+    # None for an unused device, and if a measurement failed or was stopped
     speeds: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
@@ -414,7 +411,7 @@ def _measure_batches(
 ) -> list[Timed]:
     """Run the search's first probes for a short time, and return up to `BATCHES` measurements.
 
-    `watch` is called with the progress of each probe. Raises NoLayoutError if the workload fails.
+    Raises NoLayoutError if the workload fails.
     """
     search = make_search(alone)
     timed: list[Timed] = []
@@ -434,10 +431,8 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error that not even one sample fits on the device.
-
-    `largest` are the largest models that would fit, if known.
-    """
+    """Return the error that not even one sample fits on the device."""
+    # `largest` are the largest models that would fit, if known
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
         return NoLayoutError(none, "Free some of its memory.")

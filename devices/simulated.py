@@ -241,10 +241,7 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's load between two readings, so that work in between isn't missed.
-
-    Times are in seconds of the source's clock.
-    """
+    """Averages a device's load between two readings, so that work in between isn't missed."""
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
         self._load = load
@@ -369,10 +366,7 @@ class SimulatedSource:
         )
 
     def _sample_device(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return one device's sample for this load.
-
-        `together` is True if several devices train.
-        """
+        """Return a device's sample for this load, given whether several devices train."""
         device = self._devices[position]
         state = self._states[position]
         interval = self._builder.interval_seconds

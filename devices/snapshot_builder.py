@@ -113,10 +113,7 @@ class SnapshotBuilder:
 
 
 def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: those the driver lists, then others that write reports.
-
-    `seen` are the processes that the driver lists. `rates` was computed from the reports.
-    """
+    """Return the processes that the driver lists on a device, then others that write reports."""
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
     return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
@@ -252,10 +249,7 @@ def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDev
 def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return a training's report with its devices identified by the ids of this machine.
-
-    `pids` are the processes that the driver reports, by device id.
-    """
+    """Return a training's report with its devices identified by the ids of this machine."""
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:
         rate = training.samples_per_second / max(1, len(seen))
@@ -274,10 +268,8 @@ def _with_local_ids(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each of the framework's indices in `bare`.
-
-    `seen` are the devices on which the driver reports the process.
-    """
+    """Return the device for each of the framework's indices in `bare`."""
+    # `seen` are the devices on which the driver reports the process
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)
         return dict(zip(bare, in_order, strict=True))

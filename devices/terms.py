@@ -129,10 +129,9 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Return the term for `body`, the text of a device without its kind.
+    """Parse the text of a device without its kind, which may follow from the term before.
 
-    The kind and the host may come from the previous term, `before`. Raises RequestError if the text
-    names no device.
+    Raises RequestError if the text names no device.
     """
     if "-" in body:
         for backend in all_backends():

@@ -299,10 +299,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a throttling warning for undisturbed blocks, and whether it should be reported.
-
-    `step` is their mean step time.
-    """
+    """Return a throttling warning for undisturbed blocks, and whether it should be reported."""
     # the warning's value is the larger of two fractions: the time in which devices report
     # throttling, and the distance of the mean step time from the blocks' median
     spent = sum(block.wall_seconds for block in clean)
@@ -350,10 +347,8 @@ def step_time_interval(blocks: Sequence[Block], first_seconds: float = 0.0) -> I
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the interval is predicted to exceed `TOO_IMPRECISE` at the end of the probe.
-
-    `part` is the fraction of the probe's time that the blocks took.
-    """
+    """True if the interval is predicted to exceed `TOO_IMPRECISE` at the end of the probe."""
+    # `part` is the fraction of the probe's time that the blocks took
     times = [block.step_seconds for block in blocks]
     # the noise is the median difference between consecutive blocks: a single change of speed
     # doesn't count, because a probe with such a change needs its full time
@@ -386,7 +381,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
     """Return one rank's mean time in each part of a step, over all blocks.
 
-    A part that any block lacks is None. `steps` is the number of steps of all blocks.
+    A part that any block lacks is None.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -410,8 +405,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 def _find_drift(means: Sequence[float]) -> tuple[float, bool]:
     """Return the relative change of the step time, and whether it exceeds the noise.
 
-    The later half of the blocks is compared with the earlier half. `means` has the step time of
-    each block.
+    The later half of the blocks is compared with the earlier half.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

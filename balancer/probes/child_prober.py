@@ -173,10 +173,7 @@ class ChildProber:
     def _run_probe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe on idle or new children, and return its observation.
-
-        Return None if the session stops.
-        """
+        """Run a probe on idle or new children; return its observation, or None if stopped."""
         started = time.monotonic()
         # try again if another program took a port that the children need
         for left in reversed(range(PORT_TRIES)):
@@ -248,7 +245,7 @@ class ChildProber:
     def _keep_recovered_children(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
         """Keep a failed probe's children if they have recovered from running out of memory.
 
-        Return True if they are kept. `key` is the group's layout without sizes.
+        Return True if they are kept.
         """
         if not error.recovered:
             # another failure, or a silent rank that may be waiting in an all-reduce
@@ -319,9 +316,9 @@ class ChildProber:
     def _measure_memory_of_others(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return how many bytes of each device's memory other processes hold; 0 where unknown.
 
-        `clean` is True if no child of this layout is running. Return an empty tuple if nothing is
-        known, and for a pack.
+        Return an empty tuple for a pack, or if nothing is known.
         """
+        # `clean`: no child of this layout is running
         if key.traits.side_by_side:
             return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
@@ -348,7 +345,7 @@ class ChildProber:
     ) -> ChildGroup:
         """Start the children of a layout, build the workload in them, and return their group.
 
-        `key` is the layout without sizes. Raises GroupError if a child fails.
+        Raises GroupError if a child fails.
         """
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
@@ -398,11 +395,11 @@ class ChildProber:
     def _measure_all_reduce(
         self, group: ChildGroup, key: Layout, stop: threading.Event
     ) -> KnownLink:
-        """Return the speed of an all-reduce between the ranks, as the slowest rank measured it.
+        """Measure an all-reduce between the ranks; return its speed on the slowest rank, or 0.
 
-        The speed is 0 if the workload doesn't measure it. Raises GroupError if the all-reduce hangs
-        or its sums are wrong.
+        Raises GroupError if the all-reduce hangs or its sums are wrong.
         """
+        # the speed is 0 if the workload doesn't measure it
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
         try:
@@ -425,10 +422,7 @@ class ChildProber:
         )
 
     def _child_environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return the environment of a child on these devices.
-
-        Raises GroupError if a child can't use these devices.
-        """
+        """Return the environment of a child, or raise GroupError if it can't use these devices."""
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -510,10 +504,8 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append a failed child's output to the run's error file, under a title.
-
-        Return False if there is no file or it can't be written.
-        """
+        """Append a failed child's output to the run's error file; return False on failure."""
+        # also False if the run has no error file
         if self._error_file is None:
             return False
         with (

@@ -113,9 +113,8 @@ class Child(RunningChild):
     ) -> None:
         """Request the child from `server`.
 
-        `build_channel` is the descriptor of a channel on which the child may leave a copy of
-        itself, once it has built its workload. Other children are forked from this copy. If
-        `build_channel` is None, the child leaves no copy.
+        `build_channel` is the descriptor of a channel for a copy of the child, from which other
+        children are forked. If it is None, the child leaves no copy.
         """
         self.rank, self.alive = rank, True
         self.pid = 0  # 0 until the child runs

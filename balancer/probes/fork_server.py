@@ -131,7 +131,7 @@ class ForkServer:
             self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Handle the next request. Return False if the socket has closed."""
+        """Handle the next request; return False if the socket has closed."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, STREAMS + 1)
         if not data:
             return False
@@ -159,7 +159,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
-        """Run as the forked child. Never returns."""
+        """Run as the forked child, and never return."""
         try:
             os.setsid()  # it becomes the leader of its own process group
             standard, more = streams[:STREAMS], streams[STREAMS:]

@@ -148,10 +148,7 @@ def _run_and_exit(trial: Callable[[], object]) -> NoReturn:
 
 
 def _wait_for(pid: int, deadline: float) -> int | None:
-    """Return a child process's exit code; kill it and return None if it still runs at `deadline`.
-
-    `deadline` is a time of the monotonic clock.
-    """
+    """Return a child's exit code; kill it and return None if it still runs at `deadline`."""
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -163,10 +160,8 @@ def _wait_for(pid: int, deadline: float) -> int | None:
 
 
 def _list_threads() -> set[str]:
-    """Return the ids of this process's threads that a copy would lack.
-
-    They include threads that Python doesn't know.
-    """
+    """Return the ids of all threads of this process that a copy would lack."""
+    # also of threads that Python doesn't know
     found = set()
     for path in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended

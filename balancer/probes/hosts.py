@@ -123,11 +123,9 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> tuple[ChildServer, int | None]:
-        """Return a server that can fork a child with this environment, and a descriptor or None.
-
-        The descriptor is the end of a channel on which the new child should leave a copy of itself.
-        """
+        """Return a server that can fork a child with this environment, and a descriptor or None."""
         # a server has already imported the framework, so it suits only children with the same
+        # the descriptor is of a channel on which the new child should leave a copy of itself
         # values of all variables that affect the import
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -336,10 +334,8 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor; return False if that fails or the session has closed it.
-
-        `generation` is the number of the actor that has exited.
-        """
+        """Restart the host in a new actor; return False if that fails or the session closed it."""
+        # `generation` is the number of the actor that has exited
         if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
@@ -399,10 +395,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _mark_lost(self, error: Exception) -> None:
-        """Record that the host is lost, and tell the groups of its children.
-
-        `error` is the error of the call that failed.
-        """
+        """Record that the host is lost, and tell the groups of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error

@@ -194,7 +194,8 @@ class InterferenceMonitor:
     ) -> Mapping[int, Vitals]:
         """Read the vitals of all devices at the same time, and return the latest ones by position.
 
-        The drivers have `wait_seconds` to answer. Memory and processes are read only if `full`.
+        The drivers have `wait_seconds` to answer. Only a `full` reading includes memory and
+        processes.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -333,11 +334,7 @@ class ProbeInterference:
 def _add_throttled_time(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return `part` with the seconds that the rank's device lost to reduced clocks in a block.
-
-    `part` is the breakdown of the rank's time. `before` and `now` are the device's vitals before
-    and after the block.
-    """
+    """Return `part` with the seconds that the rank's device lost to reduced clocks in a block."""
     if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
@@ -373,10 +370,8 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes of a device's memory that other processes hold; None if unknown.
-
-    `own` are the pids of the session's children. `clean` is True if no child runs on the device.
-    """
+    """Return the bytes of a device's memory that other processes hold; None if unknown."""
+    # `own` are the pids of the session's children; `clean`: no child runs on the device
     if vitals.used_bytes is None:
         return None
     sizes = [vitals.processes[pid] for pid in own if pid in vitals.processes]
@@ -388,10 +383,8 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return the fraction of the time between two readings in which a condition held; 0 if unknown.
-
-    `counter` is the field of `Vitals` that counts the seconds of the condition.
-    """
+    """Return the fraction of the time between two readings in which a condition held."""
+    # 0 if unknown; `counter` is the field of `Vitals` that counts the seconds of the condition
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     first = getattr(before, counter)

@@ -316,11 +316,11 @@ class MemoryBudget:
     def _lacks_memory(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU hasn't enough memory for a child while the idle children stay.
+        """True if a GPU has too little memory for a child while the idle children stay.
 
-        `need` is what the child needs, in bytes; None if unknown. The `wanted` groups are reused
-        for the probes.
+        `need` is what the child needs, in bytes; None if unknown.
         """
+        # the `wanted` groups are reused for the probes
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own memory cap

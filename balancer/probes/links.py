@@ -176,10 +176,8 @@ def _measure_over_transport(
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
-    """Measure each set of devices over one transport, with the same processes.
-
-    Each of `sets` lists the indices in `devices` of its members.
-    """
+    """Measure each set of devices over one transport, with the same processes."""
+    # each of `sets` lists the indices in `devices` of its members
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
     if len(sets) > 1:
@@ -301,9 +299,8 @@ class LinkGroup:
     ) -> list[_Reply]:
         """Return the reply of type `kind` from each rank in `members`, in that order.
 
-        All must arrive within `seconds`, and within `late_seconds` of the first one, if given.
-        `task` names what the ranks are doing, for the error. Raises LinkError if a rank fails or
-        doesn't reply.
+        All must arrive within `seconds`, and within `late_seconds` of the first one. Raises
+        LinkError if a rank fails or doesn't reply.
         """
         began = time.monotonic()
         until = began + seconds

@@ -240,10 +240,7 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Return the duration of a step on the kept batch, with its interval.
-
-        `step_seconds` is the usual duration of a step.
-        """
+        """Return the duration of a step on the kept batch, with its interval."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         # a warm-up, because cores and GPUs that have waited for rows are slower at first
         self._time_kept_for(seconds / 2, step_seconds, stop)
@@ -361,10 +358,7 @@ class Measurement:
         return Block(ran[0].steps, wall, None, self._own_seconds(ran, wall), parts=parts)
 
     def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
-        """Return each rank's compute time (own work) in a block of `wall` seconds.
-
-        Return an empty tuple if it is unknown.
-        """
+        """Return each rank's compute time (own work) in a block; empty if it is unknown."""
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_subtract_waiting(wall, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
@@ -451,10 +445,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Return one value per device of the request, from values in rank order.
-
-        The value of a device without a rank is None.
-        """
+        """Return one value per device, from values in rank order; None for one without a rank."""
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(
             by_position.get(position) for position in range(len(self._probe.layout.shares))

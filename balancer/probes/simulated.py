@@ -111,10 +111,11 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the virtual clock to the time `virtual`, waiting for real time if `pace` isn't 0.
+        """Advance the virtual clock to the time `virtual`, and wait for it in real time.
 
         Return False if the wait was stopped, or if `virtual` is later than `end_seconds`.
         """
+        # no wait if `pace` is 0
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
         while self._pace:
@@ -205,10 +206,8 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _simulate_step(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of a step and each device's compute time in it, without noise.
-
-        The compute time is None for a device without rows.
-        """
+        """Return the seconds of a step and each device's compute time in it, without noise."""
+        # the compute time is None for a device without rows
         layout = self._probe.layout
         machine = self._machine
         active = layout.active
@@ -274,10 +273,9 @@ class _SimulatedProbe:
         )
 
     def _mean_watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return each device's mean power in watts, for a step of `step` seconds.
+        """Return each device's mean power in watts; empty if no power is known.
 
-        `parts` has each device's compute time in the step. An unknown power is None. Return an
-        empty tuple if no power is known.
+        `parts` has each device's compute time in a step of `step` seconds.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -293,10 +291,9 @@ class _SimulatedProbe:
     def _throttle(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the durations that `step` and `parts` have while devices are throttled.
+        """Return the seconds of a step and of each device's part while devices are throttled.
 
-        `step` is the duration of a step, and `parts` has each device's compute time in it.
-        `elapsed` is the time since the start of the probe. All times are in seconds.
+        `elapsed` is in seconds since the start of the probe.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -312,18 +309,14 @@ class _SimulatedProbe:
     def _slowed(self, elapsed: float) -> tuple[float, int]:
         """Return the fraction of its speed that the most throttled device loses, and its position.
 
-        The position is -1 if no device is throttled. `elapsed` is in seconds since the start of the
-        probe.
+        The position is -1 if no device is throttled.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _find_lost_device(self, elapsed: float) -> Failed | None:
-        """Return the probe's failure if one of its devices is lost by now; otherwise, None.
-
-        `elapsed` is in seconds since the start of the probe.
-        """
+        """Return the probe's failure if one of its devices is lost by now; otherwise, None."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -353,10 +346,8 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Return a random factor for the duration of a block of `steps` steps.
-
-        `noise` is the relative standard deviation of a single step.
-        """
+        """Return a random factor for the duration of a block of `steps` steps."""
+        # `noise` is the relative standard deviation of a single step
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

@@ -267,10 +267,7 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the names of the programs that used the cores while this process lacked one.
-
-        Return "" if it hardly lacked one.
-        """
+        """Return the programs that used the cores while this process lacked one; "" for none."""
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
@@ -283,10 +280,7 @@ class Worker:
     def _check_loss_and_report(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss after `steps` steps, and report the steps to the monitor.
-
-        `timed` is False if the steps didn't belong to a timed block.
-        """
+        """Check the loss after `steps` steps, and report the steps to the monitor."""
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
             self._not_finite_step = self._steps
@@ -376,10 +370,8 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of standard input and output that only the protocol uses.
-
-    Afterwards, descriptor 0 is empty and descriptor 1 writes to standard error.
-    """
+    """Return copies of standard input and output that only the protocol uses."""
+    # afterwards, descriptor 0 is empty and descriptor 1 writes to standard error
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -65,10 +65,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str], end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error, with a remedy, for a run in which all layouts failed.
-
-    `failures` are clauses about the failed devices.
-    """
+    """Return the error, with a remedy, for a run in which all layouts failed."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -103,10 +100,8 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _locate_workload(workload: str, why: str) -> str:
-    """Return text that names the workload's function and its line, to append to the message `why`.
-
-    Return "" if the message already names a line of the user's file, or if the file can't be read.
-    """
+    """Return text, to append to the message `why`, that names the workload's function and line."""
+    # "" if the message already names a line of the user's file, or if the file can't be read
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
         return ""
@@ -156,8 +151,7 @@ def _write_smallest_steps(
 ) -> str:
     """Return as text how much memory each device needs for its smallest measured solo step.
 
-    The part of the model's `state` that the device held is subtracted. `tried` are all
-    observations.
+    The part of the model's `state` that the device held is subtracted.
     """
     held = round(MEASURED_PART * (state.state_bytes - state.gradient_bytes))
     fewest: dict[int, tuple[int, int]] = {}
@@ -184,10 +178,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run without failures that was stopped or whose budget ran out.
-
-    `ran` is True if something was measured.
-    """
+    """Return the error for a run without failures that was stopped or whose budget ran out."""
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
     unfinished = [write_unfinished(one) for one in end.unfinished]
@@ -301,10 +292,7 @@ def _describe_reason(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """Return the error for a fixed global batch that is too large for the devices.
-
-    `largest` has the largest batch of each device, by position.
-    """
+    """Return the error for a fixed global batch that is too large for the devices."""
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

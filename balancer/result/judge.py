@@ -254,10 +254,7 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute times of all devices with rows, one list per measurement.
-
-    Return None if any of these times is unknown.
-    """
+    """Return the compute times of all devices with rows, by measurement; None if one is unknown."""
     own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.computing] for one in seen]
     missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.computing)
     return None if missing or not own else own
@@ -301,10 +298,8 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the verdict's entries for all layouts compared with the plan, with distinct names.
-
-    The single device with which the plan is compared comes first.
-    """
+    """Return the verdict's entries for all layouts compared with the plan, with distinct names."""
+    # the single device with which the plan is compared comes first
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
     devices = {one.layout.active for one in rivals if one.layout.traits.alone}
@@ -327,10 +322,7 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """Return the single device to compare the plan with; None if there is none.
-
-    `alone` has all devices alone.
-    """
+    """Return the single device to compare the plan with; None if there is none."""
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
     first = next((one for one in _list_singles(rivals) if one.layout.active != own), None)
@@ -350,9 +342,9 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the fastest measured layout at the requested batch, compared with the plan.
+    """Return the fastest measured layout at the requested batch, unless it is in `known`.
 
-    Return an empty list if that layout is in `known`, or isn't faster than the plan.
+    Return an empty list if it isn't faster than the plan.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -370,10 +362,7 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Return the verdict's entry for a layout that was compared with the plan.
-
-    `labels` has the label of every device. `alone` has the solo measurements.
-    """
+    """Return the verdict's entry for a layout that was compared with the plan."""
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
@@ -424,10 +413,8 @@ def _why_not_chosen(report: SearchReport, one: ComparedLayout) -> WhyNotChosen |
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than a plan with one device; None if it isn't.
-
-    Return None also if no times are known.
-    """
+    """Return why the best split is slower than a plan with one device; None if it isn't."""
+    # also None if no times are known
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
         return None
@@ -483,11 +470,9 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause_of_lost_time(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return the cause that explains most of the `lost` seconds of a step.
-
-    `by_share` are the seconds lost because the largest share is a small, inefficient batch.
-    `by_exchange` are the seconds that synchronization takes.
-    """
+    """Return the cause that explains most of the `lost` seconds of a step."""
+    # `by_share`: lost because the largest share is a small, inefficient batch; `by_exchange`: taken
+    # by synchronization
     if by_share >= COVERS * lost:
         return "longest_part"
     if by_exchange >= COVERS * lost:

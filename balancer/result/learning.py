@@ -67,11 +67,9 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return each measured batch that is faster than all smaller ones, in increasing order.
-
-    A batch has two rates: its samples/s, and the samples/s in very small batches that train equally
-    fast.
-    """
+    """Return each measured batch that is faster than all smaller ones, in increasing order."""
+    # each has two rates: its samples/s, and samples/s in very small batches that improve the model
+    # equally fast
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict
     results = [chosen if one.layout == chosen.layout else one for one in report.results]

@@ -244,10 +244,8 @@ def find_left_out(
 def _why_left_out(
     one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """Return why a failure excludes the device at `position`; None if the device can still be used.
-
-    `ran` is True if a probe ran on it before.
-    """
+    """Return why a failure excludes the device at `position`; None if it can still be used."""
+    # `ran`: a probe ran on it before
     if not ran:
         return "nothing_ran" if isinstance(one, Failed) else "nothing_fits"
     if not isinstance(one, Failed) or one.devices != (position,):

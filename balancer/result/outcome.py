@@ -190,10 +190,7 @@ def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
 
 
 def _write_chosen(record: JournalContents, layout: Layout, report: SearchReport) -> PlanLayout:
-    """Return the plan's entry for the chosen layout.
-
-    It has its devices' throughput curves and, if it is sharded, their memory.
-    """
+    """Return the plan's entry for the chosen layout, with its devices' curves and memory."""
     devices, state = record.header.devices, record.facts.state
     written = _write_layout(layout, devices, record.facts, report)
     ran = [one for one in record.observations if isinstance(one, Timed)]
@@ -238,11 +235,8 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, ran: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's bytes of state and its peak bytes in a sharded training; 0 if unknown.
-
-    `position` is the device's position; `ran` are all measurements of the layout. The peak is the
-    highest one that was measured, plus `BLOCK_SLACK`.
-    """
+    """Return a device's bytes of state and its peak bytes in a sharded training; 0 if unknown."""
+    # the peak is the highest one measured in `ran`, plus BLOCK_SLACK
     if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
     held = (

@@ -144,10 +144,8 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Return why the user should measure again, as a clause.
-
-    `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts.
-    """
+    """Return why the user should measure again, as a clause."""
+    # `reason` is "uncompared", "uncertain", or the code of one of the verdict's doubts
     value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
     if reason == "disturbed":
         return (
@@ -257,10 +255,8 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Return the best split's name and shares, such as `the best split (226 + 30)`.
-
-    The global batch is added if it isn't the plan's. For many devices, the shares are left out.
-    """
+    """Return the best split's name and shares, such as `the best split (226 + 30)`."""
+    # the global batch is added if it isn't the plan's; for many devices, the shares are left out
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
         return f"the {split.name}" + (f" of {split.global_batch} samples" if other else "")
@@ -278,10 +274,8 @@ def _interval(measured: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Return the plan's gain over a rival, whose name is `over`, as text.
-
-    The text has an error after ± if a rate is imprecise.
-    """
+    """Return the plan's gain over a rival, whose name is `over`, as text."""
+    # with an error after ± if a rate is imprecise
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
@@ -541,10 +535,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_loss(loss: float) -> str:
-    """Return how much slower than the plan a layout is, such as `3.1 % less than the plan`.
-
-    `loss` is a fraction of the plan's samples/s.
-    """
+    """Return how much slower than the plan a layout is, such as `3.1 % less than the plan`."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -665,10 +656,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
-    """Return a rival's number of loader workers as text, such as "4".
-
-    Return None if the rival differs from the plan in anything else.
-    """
+    """Return a rival's number of loader workers, if it differs from the plan in nothing else."""
     knobs = (*one.knobs, *verdict.chosen.knobs)
     same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
     if one.kind != "knobs" or not same or not any(knob in WORKERS for knob in knobs):

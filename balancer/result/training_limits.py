@@ -275,10 +275,8 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
-    """Return the seconds saved per step if every two steps became one step of twice as many rows.
-
-    `waits_s` is the part of `step_s` in which the device waits for its host.
-    """
+    """Return the seconds saved per step if every two steps became one of twice as many rows."""
+    # `waits_s` is the part of `step_s` in which the device waits for its host
     # the host takes as long as before, and the device twice as long
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
@@ -331,10 +329,8 @@ def find_link(
 
 
 def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """Return the fraction of a step in which a device waits for other devices or the all-reduce.
-
-    Return None if its compute time is unknown.
-    """
+    """Return the fraction of a step in which a device waits for other devices or the all-reduce."""
+    # None if its compute time is unknown
     shares = []
     for one, part in measured.parts_of(position):
         own = one.device_seconds[position]
@@ -382,10 +378,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest batches in one pass.
-
-    There may be fewer than two.
-    """
+    """Return the rows and seconds of a device's two largest batches in one pass, if it has two."""
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:
@@ -400,10 +393,8 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 def _seconds_saved_by_one_pass(
     known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
 ) -> tuple[float, float]:
-    """Return the seconds that one pass saves over `passes` passes, and half of the 95 % interval.
-
-    `known` has the rows and seconds of two single passes.
-    """
+    """Return the seconds that one pass saves over `passes` passes, with half of the interval."""
+    # `known` has the rows and seconds of two single passes
     (few, few_s), (many, many_s) = known
     now_s = passes * many_s
     if on_cpu or many > FEW_ROWS:
@@ -452,10 +443,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
-
-    Return an empty list if no split with equal shares was measured.
-    """
+    """Return the time that the plan's unequal shares save, as a limit that the plan has removed."""
+    # none if no split with equal shares was measured
     chosen = report.chosen
     layout = chosen.layout
     rows = [layout.shares[i] for i in layout.computing]

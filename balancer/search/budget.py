@@ -65,9 +65,8 @@ class Budget:
     ) -> None:
         """Sum up the time that the probes in `seen` have spent.
 
-        `machine` predicts the steps of layouts that never ran. Without it, their steps are
-        estimated from the devices' speeds. If `race_is_over`, exploration may use all of the
-        remaining budget.
+        `machine` predicts the steps of layouts that never ran. If `race_is_over`, exploration may
+        use all of the remaining budget.
         """
         self._options = options
         self._seen = seen
@@ -248,10 +247,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds of a probe's warm-up: the layout's shortest, or a typical one.
-
-        A typical warm-up is for steps of `step_seconds`.
-        """
+        """Return the seconds of the layout's shortest warm-up, or of a typical one."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 

@@ -53,8 +53,8 @@ class DeviceModel:
     ) -> None:
         """Model the device at `position` from the `evidence` of all devices.
 
-        `time` limits how long a step may take. `group` are the positions of this device and of the
-        devices that can't be distinguished from it.
+        `group` are the positions of this device and of all devices that can't be distinguished from
+        it.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -202,10 +202,8 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return `limit`, reduced so that no step takes longer than the time left allows.
-
-        It isn't reduced below the largest batch that ran.
-        """
+        """Return `limit`, reduced so that no step takes longer than the time left allows."""
+        # not reduced below the largest batch that ran
         if math.isinf(self._time.seconds):
             return limit
         longest = max(

@@ -111,10 +111,8 @@ class Evaluation:
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """Return exploration's next probes after the race, with a budget of `seconds`.
-
-        If `seconds` is None, the budget is unlimited, which shows whether the search would go on.
-        """
+        """Return exploration's next probes after the race, with a budget of `seconds`."""
+        # without a limit (None), they show whether the search would go on
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
         return self._explore(rest)
@@ -161,11 +159,8 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search has ended that wouldn't go on even with a larger budget.
-
-        `tied` is True if more measurements couldn't tell which of the two fastest layouts is
-        faster.
-        """
+        """Return why a search has ended that wouldn't go on even with a larger budget."""
+        # `tied`: more measurements couldn't tell which of the two fastest layouts is faster
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
@@ -300,10 +295,7 @@ class Evaluation:
         return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """Return the layouts of the requested families and batch that may be chosen.
-
-        `raced` are the layouts of the race.
-        """
+        """Return the layouts of the requested families and batch that may be chosen."""
         fit = [
             one
             for one in self._results_that_ran
@@ -473,8 +465,7 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer an exchange of all devices takes over several hosts than on one.
 
-        The item at index h is the difference in seconds for h hosts. Return an empty tuple for a
-        single host.
+        The result is in seconds, indexed by the number of hosts. It is empty for a single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -482,10 +473,8 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a layout, and the rows of a pass that certainly fit.
-
-        Without a split of rows, curves are empty and rows are 0.
-        """
+        """Return each device's curve in a layout, and the rows of a pass that certainly fit."""
+        # without a split of rows, curves are empty and rows are 0
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 

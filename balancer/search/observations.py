@@ -163,10 +163,8 @@ class Observations:
         return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """Return a layout's checks and its turns since the first check, if it has become slower.
-
-        Otherwise, return an empty dict.
-        """
+        """Return the checks of a layout that has become slower, and its turns since the first."""
+        # empty if it hasn't become slower
         checks = self._valid_checks(timed)
         if not checks:
             return {}
@@ -184,10 +182,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, without those that were slowed only temporarily.
-
-        `timed` are all timed observations of the layout.
-        """
+        """Return a layout's checks by turn, without those that were slowed only temporarily."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -242,10 +237,8 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """True unless a later observation shows that the layout doesn't fit any more.
-
-        `full` are the layouts that ran out of memory.
-        """
+        """True unless a later observation shows that the layout doesn't fit any more."""
+        # `full` are the layouts that ran out of memory
         if self.gone.keys() & layout.active:
             return False
         same_place = (layout.kind, layout.active)

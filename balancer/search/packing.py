@@ -107,10 +107,7 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if packs of `size` trainings always ran out of memory and a smaller batch may fit.
-
-        `tries` are the observations of these packs.
-        """
+        """True if packs of `size` trainings always ran out of memory and a smaller batch may do."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0

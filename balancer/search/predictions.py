@@ -77,10 +77,8 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device that may use several passes has time for more rows than fit in one.
-
-        The time is that of a step of `found`, or unlimited if `found` is None.
-        """
+        """True if a device that may use several passes has time for more rows than fit in one."""
+        # as much time as a step of `found` takes, or unlimited time if that is None
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:
             most = each.curve.largest(seconds, each.limit, self.machine.quantum)
@@ -127,11 +125,9 @@ class Predictions:
     def _fastest_split_over(
         self, devices: Sequence[DeviceCurve], of: int | None = None
     ) -> Allocation | None:
-        """Return the fastest split over some or all of these devices; None if none fits.
-
-        `of` is the global batch, by default the request's. If neither is given, the best batch is
-        taken.
-        """
+        """Return the fastest split over some or all of these devices; None if none fits."""
+        # `of` is the global batch, by default the request's; without either, the best batch is
+        # taken
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum

@@ -187,9 +187,9 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the current turn or, if it is complete, of a new one.
 
-        If `settled`, the winner is known: all rivals take part, and no time is reserved. Return an
-        empty tuple if no rival needs a turn or the budget doesn't allow the probe.
+        Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe.
         """
+        # `settled`: the winner is known, so all rivals take part, and no time is reserved
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         # further turns replace those in which a device was throttled
         for layout, turns in taken.items():
@@ -225,10 +225,8 @@ class Race:
     def _find_undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether the rest is a tie.
-
-        Only turns with a lower number than `before` count.
-        """
+        """Return the rivals that deserve another turn, and whether the rest is a tie."""
+        # only turns with a lower number than `before` count
         turns = {}
         for one in rivals:
             taken = self._seen.turns(one.layout, stage)

@@ -162,9 +162,9 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the splits with the most predicted samples/s per cost, the best first.
+        """Return the splits with the most predicted samples/s per cost, such as watts.
 
-        A cost is, for example, the power in watts. Return an empty list before any cost is known.
+        The best comes first. Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -190,10 +190,8 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Yield sets of at least two devices, but not all, to compare for efficiency.
-
-        `costs` are the (active, idle) costs of each device.
-        """
+        """Yield sets of at least two devices, but not all, to compare for efficiency."""
+        # `costs` are the (active, idle) costs of each device
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
             for count in counts:
@@ -242,10 +240,8 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred_split(self, found: dict[Layout, float]) -> Layout:
-        """Return the split with the smallest global batch within the tolerance of the fastest.
-
-        `found` are the samples/s of the splits, and must not be empty.
-        """
+        """Return the split with the smallest global batch within the tolerance of the fastest."""
+        # `found` are the samples/s of the splits, and must not be empty
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
         enough = [layout for layout, rate in found.items() if rate >= least]
@@ -291,9 +287,9 @@ class RowPolicy:
     ) -> Layout | None:
         """Return the measured layout with the smallest batch within the tolerance of the leader.
 
-        `turns` has the measurements of each layout. A layout without a check must have a batch of
-        at most `most`. Return None if there is none.
+        Return None if there is none.
         """
+        # a layout without a check must have a batch of at most `most`
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
         for layout, taken in turns.items():
@@ -329,10 +325,8 @@ class RowPolicy:
     def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over the devices at `positions`; None if none fits.
-
-        If `whole`, a fixed batch isn't reduced when it doesn't fit.
-        """
+        """Return an even split over the devices at `positions`; None if none fits."""
+        # if `whole`, a fixed batch isn't reduced when it doesn't fit
         count = len(positions)
         quantum = self.machine.quantum
         fixed = self.problem.global_batch

@@ -203,7 +203,7 @@ class Sharding:
     ) -> StateDivision | None:
         """Divide the state so that headroom remains on each device; None if it doesn't fit.
 
-        `limits` are the devices' bytes. Devices at the positions `without_rows` only hold state.
+        Devices at the positions `without_rows` only hold state.
         """
         failures, needs, problem = self._failures, self._row_demands, self._problem
         # headroom is doubled for each whole step that ran out of memory; if the state then doesn't
@@ -366,10 +366,7 @@ class Sharding:
         )
 
     def _bytes_without_state(self, one: Timed) -> tuple[int | None, ...]:
-        """Return the bytes that each device's rows took, without its part of the state.
-
-        The value is None if the rows can't be told from the state.
-        """
+        """Return the bytes that each device's rows took; None if the state can't be subtracted."""
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
         held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
@@ -384,10 +381,8 @@ class Sharding:
         return tuple(left)
 
     def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
-
-        `left` are the bytes that the devices' parts of the state leave free.
-        """
+        """Return the observation, or OutOfMemory if its rows don't fit beside the state."""
+        # `left` are the bytes that the devices' parts of the state leave free
         # a device measured alone held less of the state
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -579,10 +574,8 @@ class StateRoom:
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _bytes_left(self, rows: Sequence[float]) -> list[float]:
-        """Return how many bytes of the state each device can hold beside its rows.
-
-        A value is negative if the rows themselves don't fit.
-        """
+        """Return how many bytes of the state each device can hold beside its rows."""
+        # negative if the rows themselves don't fit
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
             # the filler row of a device without rows leaves no gradients room

@@ -62,10 +62,7 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return probes of the first small batches on devices that haven't run them yet.
-
-        Return an empty tuple if none is missing.
-        """
+        """Return probes of the first small batches on devices that haven't run them yet."""
         for turn in range(2):
             due = self._next_small_batches(turn)
             if due and turn:
@@ -111,11 +108,9 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _devices_worth_waiting_for(self, due: Batches) -> Batches:
-        """Return the devices, with their second batches, that the next round should measure.
+        """Choose the devices, with their second batches, that the next round should measure.
 
-        These devices gain most per second of the round. `due` has the second batches of all
-        devices. Return an empty dict if the round isn't worth its time, or the budget doesn't allow
-        it.
+        Return an empty dict if the round isn't worth its time, or the budget doesn't allow it.
         """
         costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -124,6 +119,7 @@ class SoloStage:
         def gain_a_second(some: Sequence[DeviceModel]) -> float:
             return _optimistic_rate(due, some) / max(costs[some[-1]], BASE_SECONDS[Stage.RACE])
 
+        # the most gain per second of the round
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
@@ -251,10 +247,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The layout that would be fastest if each device were as fast as its measurements allow.
-
-        None if no layout fits.
-        """
+        """The layout that would be fastest if each device were as fast as its points allow."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
@@ -332,10 +325,8 @@ class SoloStage:
 
     @cached_property
     def _reserved_seconds(self) -> float:
-        """The seconds to reserve for the first split or, for one device, for the fixed batch.
-
-        They are 0 once it has run.
-        """
+        """The seconds to reserve for the first split or, for one device, for the fixed batch."""
+        # 0 once it has run
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
         plan = self._predictions.fastest_split
@@ -349,10 +340,8 @@ class SoloStage:
         return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the widest gap between neighbors in a list of ascending batch sizes.
-
-        Return 0 if the ratio of its two sizes is at most `wider`.
-        """
+        """Return the middle of the widest gap between neighbors in a rising list of batches."""
+        # 0 if the ratio of its two sizes is at most `wider`
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
             return 0
@@ -398,10 +387,8 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two_batches(self, most: int) -> tuple[int, int]:
-        """Return the first two batches to measure on a device: 8 and 64 rows, or fewer.
-
-        Both are at most `most`, and are rounded up to multiples of the quantum.
-        """
+        """Return the first two batches to measure on a device, at most `most` rows each."""
+        # 8 and 64 rows or fewer, rounded up to multiples of the quantum
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SMALL * BLIND_GROWTH

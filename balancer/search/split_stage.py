@@ -61,10 +61,8 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None if `wanted` is None or the budget is too small.
-
-        The probe must leave `after` seconds for later probes.
-        """
+        """Return the probe of an allocation; None if it is None or the budget is too small."""
+        # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None
         layout = self._predictions.layout(wanted)
@@ -150,10 +148,8 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the maximum step duration, in seconds, with which a first split fits the budget.
-
-        `wanted` is the fastest split, whose steps take too long.
-        """
+        """Return the longest step, in seconds, with which a first split fits the budget."""
+        # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
         # assumed to be the same for a split with shorter steps

@@ -70,10 +70,7 @@ class StartTimes:
 
     @cached_property
     def _by_children(self) -> dict[Layout, list[float]]:
-        """The start times of each group of child processes, one per timed probe.
-
-        A start time is 0 if the processes were already running.
-        """
+        """The start times of each group of child processes; 0 if they were already running."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             starts[seen.probe.layout.children].append(seen.restart_seconds)

@@ -208,10 +208,8 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Return the measured steps of a device alone, by (rows, rows per pass, row length).
-
-        The row length is 0 for rows of several lengths.
-        """
+        """Return the measured steps of a device alone, by (rows, rows per pass, row length)."""
+        # the row length is 0 for rows of several lengths
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -229,9 +227,9 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return the ratio of a device's compute time in splits to the time that `alone` predicts.
+        """Return the ratio of a device's compute time in splits to that of the device alone.
 
-        `alone` is the device's cost when it runs alone. Without measurements, the ratio is 1.
+        Without measurements, the ratio is 1.
         """
         own = 0.0
         expected = 0.0

@@ -62,10 +62,8 @@ class TextStage:
         return probes
 
     def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe of each device with a layout in `wanted`, if the budget allows all.
-
-        The keys of `wanted` are positions; None means that the device has nothing to measure.
-        """
+        """Return a probe of each device with a layout in `wanted`, if the budget allows all."""
+        # the keys are positions; None means that the device has nothing to measure
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
         ends_with: Stage = Stage.SOLO if costs_known else Stage.RACE  # no plan without costs

@@ -116,7 +116,8 @@ class TimeLeft:
 
     @cached_property
     def lone_overhead_seconds(self) -> float:
-        """How much longer the first step of a typical probe takes than a later one, in seconds.
+        """The additional seconds that a typical probe's first step takes, compared with a later
+        step.
 
         A probe that times a single step takes this time in addition to `LONE_STEPS` steps.
         """

@@ -188,10 +188,8 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], metric: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over a training, with half of its 95 % interval.
-
-    `least` is a lower bound for the mean, so that it can be a divisor.
-    """
+    """Return the mean of a metric over a training, with half of its 95 % interval."""
+    # `least` is a lower bound for the mean, so that it can be a divisor
     # consecutive windows are correlated, so they are grouped
     blocks = [_weighted_mean(block, metric) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
@@ -208,8 +206,7 @@ def _compare_quick_steps(
 ) -> tuple[list[_Mean], float]:
     """Return each training's seconds per sample in quick steps, and the error of their ratio.
 
-    The error is half of the 95 % interval, as a fraction of the ratio. `windows` are the windows of
-    the trainings.
+    The error is half of the 95 % interval, as a fraction of the ratio.
     """
     starts = [each.start for each in trainings]
     quick = [
@@ -223,9 +220,9 @@ def _compare_quick_steps(
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how much longer the second training certainly spends on rare work.
+    """Return how much longer the second training certainly spends on rare work, per sample.
 
-    Rare work, such as checkpoints, isn't in every step. The unit is seconds per sample.
+    Rare work, such as checkpoints, isn't in every step.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -282,10 +279,8 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the differences of the parts of a step, such as input, with their intervals.
-
-    Return an empty list if a training's ranks don't report the parts.
-    """
+    """Return the differences of the parts of a step, such as input, with their intervals."""
+    # none if a training's ranks don't report the parts
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

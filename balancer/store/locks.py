@@ -135,8 +135,8 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 def _lock_own_file(held: ExitStack, path: Path, note: Note) -> Note | None:
     """Lock one of this user's files until `held` is closed, and write `note` into it.
 
-    Return the holder's note if another process has the lock; otherwise, None. Raises RequestError
-    if the file can't be written.
+    Return the holder's note if another process has the lock. Raises RequestError if the file can't
+    be written.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -216,7 +216,7 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file. Raises BlockingIOError if another process keeps it locked."""
+    """Lock an open file, or raise BlockingIOError if another process keeps it locked."""
     # `is_running` in another process also locks the file for a moment
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):

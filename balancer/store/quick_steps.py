@@ -79,10 +79,8 @@ def compare_quick_steps(
 
 
 def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[list[float]]:
-    """Return the logarithm of how much slower each window's core was than at full speed.
-
-    All values are 0 if the loop's time is unknown in any window.
-    """
+    """Return the logarithm of how much slower each window's core was than at full speed."""
+    # 0 if the loop's time is unknown in any window
     if not all(window.core_s > 0 for windows in trainings for window in windows):
         return [[0.0] * len(windows) for windows in trainings]
     logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
@@ -98,10 +96,8 @@ def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) ->
 def _fit_slope(
     times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Return the slope of step times against how slow the cores were, and its standard error.
-
-    `times` and `slowed` are logarithms.
-    """
+    """Return the slope of step times against how slow the cores were, and its standard error."""
+    # `times` and `slowed` are logarithms
     # only differences within each training count, because trainings may differ
     squares = products = 0.0
     for own_times, own_slowed in zip(times, slowed, strict=True):
@@ -119,8 +115,7 @@ def _fit_slope(
 def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
     """Return the duration of a training's quick step on cores at full speed.
 
-    `times` has the logarithm of each window's quick step. `slowed` has the logarithm of how much
-    slower its core was than at full speed.
+    `times` and `slowed` are logarithms.
     """
     spread = SLOPE_SPREAD * slope
     values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]

@@ -217,9 +217,9 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Return the record of a training from its journal, without an incomplete last line.
+    """Read a training's journal, without an incomplete last line.
 
-    `run` is its id. Raises RequestError, which names the line that can't be read.
+    Raises RequestError, which names the line that can't be read.
     """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
@@ -294,10 +294,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run with its plan, in today's schema; None if it has no plan.
-
-    `source` names the journal in errors.
-    """
+    """Return the end of a run with its plan, in today's schema; None if it has no plan."""
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)

@@ -150,9 +150,9 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise DeviceError unless a gRPC server, such as Ray's, listens at the address.
+    """Raise an error unless a gRPC server, such as Ray's, listens at the address.
 
-    Raises RequestError if `address` isn't HOST:PORT.
+    It is a RequestError if `address` isn't HOST:PORT; otherwise, a DeviceError.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -148,10 +148,9 @@ def _list_accelerators(
 ) -> tuple[Devices, Devices, dict[str, str]]:
     """Return this kind's devices, the usable ones among them, and variables that hide the others.
 
-    `held` has Ray's names for the devices that it reserves for this process. If it is None, all
-    devices are usable. For the kind "auto", the first kind of accelerator found on this host is
-    used.
+    `held` has Ray's names of the usable devices; None if all are usable.
     """
+    # "auto" stands for the first kind of accelerator found on this host
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
             with suppress(DeviceError):
@@ -213,10 +212,7 @@ def _choose_kind(answers: Iterable[HostDevices]) -> str:
 
 
 def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevices) -> None:
-    """Raise DeviceError if the request names this host, but too few of its devices are available.
-
-    `answer` is what the host found. `own` is the number of devices in the answer that can be used.
-    """
+    """Raise DeviceError if the request names this host, but too few of its devices can be used."""
     named = [term for term in terms if term.host in (agent.node.host, agent.node.name)]
     if not named:
         return
@@ -381,10 +377,7 @@ class ClusterSource:
         return found, lost
 
     def _show_lost(self, lost: Mapping[str, str]) -> list[DeviceSample]:
-        """Return samples without readings for the devices of lost hosts.
-
-        `lost` has the error of each lost host.
-        """
+        """Return samples without readings for the devices of lost hosts."""
         return [
             DeviceSample(
                 device=device,

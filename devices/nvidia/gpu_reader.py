@@ -227,10 +227,8 @@ class GpuReader:
         return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used, in joules; None if it is unknown at present.
-
-        `counted` is the driver's counter, in millijoules.
-        """
+        """Return the energy used, in joules; None if it is unknown at present."""
+        # `counted` is the driver's counter, in millijoules
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
         # a chip without a counter: the power is integrated over the readings
@@ -246,10 +244,8 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled (heat or power brake) and at the power cap; None if unknown.
-
-        `found` are the driver's counters, in nanoseconds.
-        """
+        """Return the seconds throttled and the seconds at the power cap; None if unknown."""
+        # throttled: by heat or the power brake; `found` are the driver's counters, in nanoseconds
         counts = {
             field: reading.current / 1e9
             for field, reading in found.items()
@@ -366,10 +362,8 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _read_throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return how much of the last seconds the GPU was throttled, in percent, and why.
-
-        The reasons are ordered by duration. The percentage is that of the longest-lasting reason.
-        """
+        """Return how much of the last seconds the GPU was throttled, in percent, and why."""
+        # the percentage is that of the longest-lasting reason, which comes first
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
         shares = {
@@ -391,10 +385,7 @@ class GpuReader:
     def _estimate_throttling(
         self, rate: Reading, reasons: tuple[str, ...] | None
     ) -> tuple[Reading, tuple[str, ...]]:
-        """Return an estimate of the percentage of throttled time, and the current reasons.
-
-        `rate` is the reading from the throttling counters.
-        """
+        """Return an estimate of the percentage of throttled time, and the current reasons."""
         # a chip with counters isn't estimated, even if they have no value yet
         if rate.state is not State.UNSUPPORTED or reasons is None:
             return rate, reasons or ()
@@ -411,10 +402,7 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _read_traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink, by field of the sample.
-
-        `activity` has the GPM metrics.
-        """
+        """Return the bytes per second over PCIe and NVLink, by field of the sample."""
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
             return found

@@ -140,10 +140,7 @@ class Batch:
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the ids in `due`, and return the outcomes by id.
-
-        Ids without an outcome yet are left out.
-        """
+        """Call NVML for the ids in `due`, and return the outcomes that are available, by id."""
         raise NotImplementedError
 
 

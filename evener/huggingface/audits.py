@@ -191,10 +191,8 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's own loss as one of `world` processes.
-
-        `items` is the number of items that is passed to the loss; None if the trainer counts none.
-        """
+        """Return a function that computes the trainer's own loss as one of `world` processes."""
+        # `items` is the number that is passed to the loss; None if the trainer counts none
         return refuse_collectives(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:

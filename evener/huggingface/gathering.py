@@ -181,8 +181,7 @@ class Gathering:
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
         """Return the values of one gather call in a pass, which come from all its pieces so far.
 
-        `call` is the number of earlier gather calls in the pass. `tensor` is the call's argument,
-        computed from `rows` rows.
+        `call` is the number of earlier gather calls in the pass.
         """
         if call < len(self._gathered_calls):
             # the pass is repeated, and the other ranks' values were already gathered
@@ -240,8 +239,7 @@ def _gather_scalar(
 ) -> Any:
     """Return each rank's value of a scalar metric, with its number of rows and its sum.
 
-    `values` and `rows` are this rank's values and numbers of rows, one for each piece of a pass.
-    `gather` collects tensors from all ranks.
+    `values` and `rows` have one entry for each piece of this rank's pass.
     """
     own = torch.stack(values).double()
     count = own.new_tensor(rows)

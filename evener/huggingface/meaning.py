@@ -195,10 +195,8 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the trainer multiplies its loss for several processes.
-
-        It is 1 or the number of processes. `reference` is the loss and gradient of one process.
-        """
+        """Return the factor by which the trainer multiplies its loss for several processes."""
+        # 1 or the number of processes
         if self._world == 1 and self._gathering is None:
             return 1
         calls = 0 if self._gathering is None else self._gathering.calls
@@ -221,8 +219,7 @@ class LossFinder:
     def _is_scaled(self, reference: Sketch) -> bool:
         """True if the loss is a sum divided by the number of items that it receives.
 
-        `reference` is the loss and gradient with the right number of items. Raises RequestError if
-        only a part of the loss is divided by it.
+        Raises RequestError if only a part of the loss is divided by it.
         """
         if self._computations.count_items([self._few.whole]) is None:
             return False
@@ -241,8 +238,7 @@ class LossFinder:
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
         """Return those of the `names`, such as "labels", that the loss may be a mean over.
 
-        If only losses can be compared, the name that fits best comes first. `reference` is the
-        gradient of all rows.
+        If only losses can be compared, the name that fits best comes first.
         """
         few = self._few
         fitting = []
@@ -321,8 +317,7 @@ class LossFinder:
     def _audit_shares(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
         """Compare training by shares with training on one device, on a few rows.
 
-        Return the difference of the gradients, or else of the losses, and its cause; None if both
-        agree.
+        Return the difference of the gradients or the losses, and its cause; None if both agree.
         """
         computations = self._computations.make(self._few, loss)
         if self._in_step:  # an audit computes more passes on a rank that finds a difference
@@ -378,10 +373,10 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the result of `find` from the first rank where it isn't None; None if there is none.
+    """Return the result of `find` from the first rank that has one; None if no rank has.
 
-    Every rank has to call this function. A RequestError on any rank is raised on every rank. With a
-    sharded model (`in_shards`), a rank that runs out of memory raises DeviceError.
+    A RequestError on any rank is raised on every rank. With a sharded model (`in_shards`), a rank
+    that runs out of memory raises DeviceError.
     """
     # another error means that memory ran out, or that the program has an error, which its first
     # step will raise again: it is a warning, unless `keeps_launcher`

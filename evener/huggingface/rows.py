@@ -285,10 +285,8 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which one process would draw each epoch's rows without a plan.
-
-    Return None if the trainer's own `sampler` has the data set's order.
-    """
+    """Return the order in which one process would draw each epoch's rows without a plan."""
+    # None if the trainer's own `sampler` has the data set's order
     if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed

@@ -124,11 +124,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Set the trainer up for training with the plan.
-
-        The constructor calls this method. For a trainer that the program has already created,
-        `evener run` changes the class and then calls it.
-        """
+        """Set the trainer up for training with the plan."""
+        # called by the constructor or, if the program has already created the trainer, by `evener
+        # run`
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
         if given.plan is None and rows is None:
@@ -204,10 +202,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._batches
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Return an evaluation loader that gives whole batches to the ranks in turn.
-
-        With `is_training`, return the class's own loader.
-        """
+        """Return an evaluation loader that gives whole batches to the ranks in turn."""
+        # with `is_training`, it is the class's own loader
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
@@ -222,8 +218,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step, and the number of its items over all ranks.
 
-        The first result has a list of passes for each of the `num_batches` global batches. The
-        second is None if the trainer doesn't count items.
+        The passes are listed by global batch. The number is None if the trainer doesn't count
+        items.
         """
         self._planned.end()
         passes = list(islice(epoch_iterator, num_batches))  # a list for each global batch
@@ -253,10 +249,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh_and_count(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch; return the number of items, or None.
+        """Store the weight of each pass in its global batch; return the number of items.
 
-        `sizes` and `totals` are as in `weigh_passes`. The items are those of all ranks.
+        Return None if the trainer doesn't count items.
         """
+        # `sizes` and `totals` as in `weigh_passes`; the items of all ranks are counted
         rows = [own for step in sizes for own in step]
         with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -281,8 +278,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
         """Return what the loss is a mean over, determined from the loss of a few rows.
 
-        `ignores` is True if some labels are ignored. `in_parts` is the number of rows to check
-        before a single process uses smaller passes; otherwise, 0.
+        `in_parts` is the number of rows to check before a single process uses smaller passes;
+        otherwise, 0.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
@@ -302,9 +299,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def check_loss(self) -> None:
         """Check the loss before the training, once its loader exists.
 
-        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items, or if
-        the program's own launcher averages means over different numbers of labels.
+        Raises RequestError on every rank if training with the plan would change what is learned.
         """
+        # that is so if the loss isn't a mean over rows, labels or items, or if the program's own
+        # launcher averages means over different numbers of labels
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
         by_labels = self._loss.mean_over not in (ITEMS, ROWS)
@@ -319,19 +317,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _check_parts(self, part: Any, rows: int) -> None:
         """Check the loss in a single process before it uses smaller passes for the first time.
 
-        `part` is the pass that ran out of memory. Up to `rows` rows are checked. Raises
-        RequestError if smaller passes would change what is learned.
+        Raises RequestError if smaller passes would change what is learned.
         """
+        # `part` is the pass that ran out of memory; up to `rows` of its rows are checked
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=rows)
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train on the passes of a global batch, and return the sum of their losses.
-
-        `inputs` are the batches of the passes. `num_items_in_batch` is passed to the loss.
-        """
+        """Train on the passes of a global batch, and return the sum of their losses."""
         # weighted so that the mean over ranks is the loss of a single process
         parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         for each in parts:
@@ -367,11 +362,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the loss is too large because the program's own launcher is imitated.
-
-        It is 1 if `keeps_launcher` is False, because the weights of the passes then correct the
-        loss.
-        """
+        """The factor by which the loss is too large because the program's launcher is imitated."""
+        # 1 if `keeps_launcher` is False: the weights of the passes then correct the loss
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -483,8 +475,8 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows for a check of the loss, the same rows on every rank.
 
-    `sampler` has the order of rows, and `collate` collates them. With `chooses`, rows are chosen
-    that differ much from each other. Return None if there are fewer than two rows.
+    Return None if there are fewer than two rows. With `chooses`, the rows differ much from each
+    other.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)

@@ -129,10 +129,9 @@ def _users_attributes(layer: dict[str, Any]) -> dict[str, Any]:
 def _places_of_tensors(
     container: Any, key: Any, name: str, containers: list[Any], depth: int
 ) -> Iterator[TensorPlace]:
-    """Yield the places that hold tensors within `container[key]`, which is called `name`.
+    """Yield the places within `container[key]` that hold tensors.
 
-    `depth` is the number of containers above it. Lists and dicts that are searched are appended to
-    `containers`.
+    Lists and dicts that are searched are appended to `containers`.
     """
     value = container[key]
     if isinstance(value, tf.Tensor | tuple):

@@ -171,11 +171,9 @@ class StepAudit:
         self._looks = True
 
     def _count_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count one change if the value of any watched variable has changed.
-
-        The variables are read when an epoch begins (`begins_epoch`) and, in one process, before
-        each step of the user's own loop (`is_loop`).
-        """
+        """Count one change if the value of any watched variable has changed."""
+        # called when an epoch begins (`begins_epoch`) and, in one process, before each step of the
+        # user's own loop (`is_loop`)
         if not begins_epoch and not (is_loop and self._group is None):
             return
         self._looks = False
@@ -197,10 +195,7 @@ class StepAudit:
         self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
-        """Return the types and shapes of batches as text, to detect when they change.
-
-        `first` is the first batch.
-        """
+        """Return the types and shapes of batches as text, to detect when they change."""
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
             # not the number of rows, unless `batches` is a TensorFlow iterator
@@ -256,11 +251,7 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Audit the evaluation of a few rows of a batch.
-
-        Raises RequestError if the losses or states after Keras' own step and the engine's step
-        differ.
-        """
+        """Audit the evaluation of a few rows of a batch, or raise RequestError if it differs."""
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -278,10 +269,8 @@ class StepAudit:
     # ---------------------------------------------------------------- rows and graphs
 
     def _take_rows(self, batch: Tensors) -> Tensors:
-        """Return a few rows (x, y, weight) of the whole batch, the same in every process.
-
-        Return None if the processes can't exchange their rows.
-        """
+        """Return a few rows (x, y, weight) of the whole batch, the same in every process."""
+        # None if the processes can't exchange their rows
         with tf.device(HOST):
             triple = read_triple(batch)
             whole = self._count_batch(batch)
@@ -295,9 +284,10 @@ class StepAudit:
     def _gather_first_rows(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
         """Return the first rows of each process's share, `rows` in all, gathered in every process.
 
-        If `is_own`, `data` has only this process's rows. Otherwise it has the whole batch of
-        `whole` rows. Return None if the data aren't numbers.
+        Return None if the data aren't numbers.
         """
+        # `data` has only this process's rows if `is_own`; otherwise, the whole batch of `whole`
+        # rows
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
@@ -373,10 +363,8 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Return a context in which each device computes its part of `rows` rows in two passes.
-
-        It has no effect if the engine doesn't use passes.
-        """
+        """Return a context in which each device computes its part of `rows` rows in two passes."""
+        # it has no effect if the engine doesn't use passes
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -392,8 +380,7 @@ class StepAudit:
     ) -> tuple[Finding | None, Tensors]:
         """Check whether the result for a row depends on the other rows of its batch.
 
-        `rows` are a few rows of `batch`. `plain` is Keras' own step. Return a finding, if any, and
-        the rows on which the steps are to be compared.
+        Return a finding, if any, and the rows on which the steps are to be compared.
         """
         self._fails = False
         count, whole = int(count_rows(rows)), self._count_batch(batch)
@@ -445,11 +432,8 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if two sums of outputs are equal except for rounding.
-
-        The tolerance is relative to the largest absolute value in `whole`, the sums of all rows'
-        outputs.
-        """
+        """True if two sums of outputs are equal except for rounding."""
+        # relative to the largest absolute value in `whole`, the sums of all rows' outputs
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
@@ -527,9 +511,9 @@ class StepAudit:
     ) -> Finding | None:
         """Compare the steps' gradients, losses and states, with variables set to `values`.
 
-        Return a finding if they differ. `moved` describes changed values or labels; only gradients
-        are then compared.
+        Return a finding if they differ.
         """
+        # `moved` describes changed values or labels; only gradients are then compared
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
@@ -601,9 +585,9 @@ class StepAudit:
     ) -> GradientDifference | None:
         """Return the largest difference of gradients or, if these agree, of losses.
 
-        If `moved` isn't empty, only gradients are compared. Return None if there is no difference.
-        `repeats` are results of the reference step with random rounding errors.
+        Return None if there is no difference.
         """
+        # only gradients are compared if `moved` isn't empty
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
         one, other = reference.gradients.loss, trained.gradients.loss
@@ -645,10 +629,8 @@ class StepAudit:
         return found
 
     def _round(self, value: Any, number: int) -> Any:
-        """Return the value with each number changed by about its rounding error.
-
-        `number` selects the random changes.
-        """
+        """Return the value with each number changed by about its rounding error."""
+        # `number` selects the random changes
         if not (isinstance(value, tf.Tensor) and value.dtype.is_floating):
             return value
         kind = self._model.compute_dtype
@@ -672,10 +654,7 @@ class StepAudit:
     def _compare_states(
         self, plain: TracedStep, rows: Tensors, reference: StepResult, trained: StepResult
     ) -> Finding | None:
-        """Return a finding if a variable's value differs after the two steps; otherwise, None.
-
-        `reference` and `trained` are the results of Keras' own step and of the engine's.
-        """
+        """Return a finding if a variable's value differs after the two steps; otherwise, None."""
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
         for variable in list_states(self._model, plain):
@@ -861,8 +840,7 @@ class StepAudit:
     def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
-        Raises RequestError instead if the losses of a batch's parts can't be combined without an
-        audit.
+        Raises RequestError instead if combining the losses of a batch's parts needs an audit.
         """
         engine, training = self._engine, self._trains
         if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
@@ -918,10 +896,8 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _states_differ(before: Any, one: Any, other: Any) -> bool:
-    """True if two values of a state after a step differ by more than rounding.
-
-    `before` is the state's value before the step. Values that aren't numbers never differ.
-    """
+    """True if two values of a state after a step differ by more than rounding."""
+    # values that aren't numbers never differ
     if one.shape != other.shape or not _is_number(one):
         return False
     if not one.dtype.is_floating:

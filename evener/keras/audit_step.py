@@ -201,11 +201,8 @@ class TracedStep:
 
     @contextmanager
     def _recording_loss_calls(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Return a context in which a plain step records the model call behind each loss.
-
-        A record in `calls` has the fields of a `StepCall`, with the outputs' masks after the
-        outputs.
-        """
+        """Return a context in which a plain step records the model call behind each loss."""
+        # a record has the fields of a `StepCall`, with the outputs' masks after the outputs
         if not self._plain:
             yield
             return
@@ -356,10 +353,7 @@ def _is_here(tensor: Any) -> bool:
 
 
 def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
-
-    The result has a row for each gradient. `shapes` are the shapes of the weights.
-    """
+    """Return PROJECTIONS random sums of each gradient: its elements are added with random signs."""
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
     if not matrices:

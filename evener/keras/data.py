@@ -174,10 +174,9 @@ def check_padding(model: Any, batch: AssignedArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Raise RequestError unless a padded row's output `whole` equals its output without padding.
+    """Raise RequestError unless a padded row's output equals its output without padding.
 
-    `short` is the output without padding, and `steps` the row's number of tokens. Raises
-    RequestError also if neither a mask nor `weights` exclude the padding.
+    Raises RequestError also if neither a mask nor `weights` exclude the padding.
     """
     if whole.shape != short.shape:
         counted = [
@@ -316,10 +315,8 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the indices in the arrays of the rows from `start` to `stop` of an epoch.
-
-        `epoch` is the epoch's random number, which determines the order of its rows.
-        """
+        """Return the indices in the arrays of the rows from `start` to `stop` of an epoch."""
+        # `epoch` is the epoch's random number, which determines the order of its rows
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])

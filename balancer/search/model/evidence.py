@@ -138,10 +138,8 @@ def _may_blame_passes(position: int, seen: Observation) -> bool:
 
 
 def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return a device's memory use by batch size, and the batch sizes that ran or didn't fit.
-
-    A batch size is the number of rows in one pass.
-    """
+    """Return a device's memory use by batch size, and the batch sizes that ran or didn't fit."""
+    # a batch size is the number of rows in one pass
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []

@@ -83,7 +83,7 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the optimistic (batch, seconds) in the middle of the gap before point number `right`.
+    """Return the optimistic (batch, seconds) in the middle of the gap before point `right`.
 
     Return None if that isn't clearly faster than the line between the two points.
     """
@@ -102,12 +102,11 @@ def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | Non
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope at which the time may rise at first in a gap between two points.
+    """Return the slope at which the time may rise at first in the gap before a point.
 
-    The gap ends at point number `right`, and has the slope `own`. The time may rise as in the gap
-    before. In the first gap, it may rise by `own`, or be level if the second gap is clearly
-    steeper.
+    `right` is the point's number, and `own` is the slope of the gap.
     """
+    # the time may continue as in the gap before
     if right > 1:
         return _slope(points[right - 2], points[right - 1])
     after = _slope(points[right], points[right + 1]) if right + 1 < len(points) else 0.0

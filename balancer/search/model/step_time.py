@@ -128,10 +128,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points have nearly the same batch and noise explains how their times differ.
-
-    `near` is the maximum relative difference of the batches.
-    """
+    """True if two points have nearly the same batch and noise explains how their times differ."""
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     # beyond noise, the time may jump between the batches
     larger = other.batch / one.batch - 1
@@ -196,7 +193,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return, for each point, its batch and the factor by which to multiply the line there.
+    """Return the batch of each point, and the factor by which to multiply the line there.
 
     Return an empty list if noise explains all deviations.
     """
@@ -348,20 +345,15 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True if the points show how wide the steps are, in samples per level.
-
-    `levels` has each point's level.
-    """
+    """True if the points show how wide the steps are, in samples per level."""
     rise = bisect_left(levels, levels[0] + 1)
     # three levels, or two whose nearest batches aren't far apart
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the step function that puts each point on its level; None if none does.
-
-    `levels` has the level of each point, counted from 0 at the smallest batch.
-    """
+    """Return the step function that puts each point on its level; None if none does."""
+    # levels are counted from 0 at the smallest batch
     samples = [
         (float(n), p.seconds, 1 / p.tolerance_seconds**2)
         for n, p in zip(levels, points, strict=True)
@@ -379,10 +371,7 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `places` of `Stairs` that put each batch on its level; empty if there are none.
-
-    Each item is (levels per sample, lowest shift, highest shift).
-    """
+    """Return the `places` of `Stairs` that put each batch on its level; empty if there are none."""
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
@@ -413,8 +402,7 @@ def _find_feasible_region(
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
     """Return the lowest and the highest `shift` of `Stairs` that put each batch on its level.
 
-    `each` is the number of levels per sample. If no shift is possible, the lowest exceeds the
-    highest.
+    If no shift does, the lowest exceeds the highest. `each` is the number of levels per sample.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
