@@ -566,6 +566,8 @@ class StepMetrics:
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
         """Return the tensors that this process sends for the metrics; `finish` needs their sums.
 
+        They are:
+
         - the outputs, padded with zeros to the whole batch;
         - the changes of the metrics' states;
         - the losses of single outputs.

@@ -22,7 +22,7 @@ _inner: ContextVar[Step] = ContextVar("_inner")  # the step that super().train_s
 class _EngineStep(keras.Model):  # type: ignore[misc]
     """A base class between the user's classes and `keras.Model`.
 
-    The user's `super().train_step` calls its `train_step`, which runs the engine's step.
+    The user's `super().train_step` calls this class's `train_step`, which runs the engine's step.
     """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:

@@ -127,7 +127,10 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model unless it is a layer of a recorded one, and remove its recorded layers."""
+        """Record a model unless it is a layer of a recorded model.
+
+        Recorded models that are its own layers are removed.
+        """
         if not any(model in other.modules() for other in self.models):
             for each in model.modules():
                 self.models.pop(each, None)

@@ -122,8 +122,8 @@ class SingleTraining:
     def _is_validation(self, iteration: _Iteration) -> bool:
         """True if the batch that is requested next is for validation.
 
-        It is if no backward pass followed several batches of this iteration, or of an earlier one
-        over the same loader.
+        It counts as such if several batches of this iteration, or of an earlier one over the same
+        loader, weren't followed by a backward pass.
         """
         loader = None if iteration.loader is None else iteration.loader()
         if iteration.passes == self._passes:

@@ -426,7 +426,7 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return, for each number of devices, the finish times in which it first reaches `rate`.
+    """Return, for each number of devices, the first interval of finish times that reaches `rate`.
 
     `rate` is in samples/s. `costs` are the seconds of gradient exchange by number of devices.
     Numbers below `fewest`, and those that never reach `rate`, are left out.

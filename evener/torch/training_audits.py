@@ -444,7 +444,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn if a loss couldn't be audited, or its parts only with the whole batch's padding."""
+        """Warn if a loss wasn't audited, or only with parts that keep the whole batch's padding."""
         # with that padding, the audit can't show whether other padding would change the loss
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:

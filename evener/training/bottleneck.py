@@ -57,8 +57,8 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
     """Return the minimum number of windows of `window_s` seconds before shares may change.
 
-    It is from 2 to 64, but 0 if the host or the input is the bottleneck: other shares wouldn't
-    help.
+    It is from 2 to 64. If the host or the input is the bottleneck, it is 0, because other shares
+    wouldn't help.
     """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:

@@ -43,7 +43,7 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the predicted peak of a pass of `rows` rows, in bytes; 0 without any peak."""
+        """Return the predicted peak in bytes of a pass of `rows` rows; 0 if no peak is recorded."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)

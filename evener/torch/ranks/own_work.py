@@ -909,8 +909,8 @@ def _add_spans(
 def _add_last_batch(spans: dict[Phase, float], rest_s: float, batches: int) -> None:
     """Move the time of a validation's last batch to the phase VALIDATION.
 
-    `spans` are the durations of phases. `rest_s` is the time after the last of the `batches`
-    batches began, which was counted as time between steps.
+    `spans` are the durations of phases. `rest_s` is the time since the last batch began, which so
+    far counts as time between steps. `batches` is the validation's number of batches.
     """
     # the last batch is assumed to take as long as each of the others
     moved_s = min(_last_batch_seconds(spans.get(VALIDATION, 0.0), batches), rest_s)

@@ -291,8 +291,8 @@ class _ExitActions:
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """If an error ends the program, print an explanation below the traceback at exit.
 
-    It is the advice of `advise`, a method of the newest training run, or else names the rank at
-    fault. The process also leaves its process group if `watch_peers` was called.
+    See `explain_failure`. `advise` is a method of the newest training run. The process also leaves
+    its process group if `watch_peers` was called.
     """
     _ExitActions.advise = advise
     _register_exit()

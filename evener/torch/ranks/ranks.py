@@ -72,9 +72,10 @@ def find_process_rank() -> ProcessRank:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if several processes lack one of the environment variables `names`.
+    """Raise PlanError if an environment variable in `names` isn't set.
 
-    They need them for their rendezvous. `world` is the number of processes.
+    The variables are needed for the rendezvous of `world` processes. A single process doesn't need
+    them.
     """
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:

@@ -98,7 +98,7 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Drop the record of the previous pass if its backward pass didn't run or failed."""
+        """Drop the record of the previous pass if its backward pass failed or didn't run."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:

@@ -95,7 +95,7 @@ class Exchange:
     - `broadcast_buffers`: copy buffers that change from the first rank to all ranks after each sum.
     - `single_rank`: there is no other rank. Nothing is summed, but a failed pass can be undone.
     - `begun(batch, before)`: called when a backward pass reaches watched outputs of `batch`.
-      `before` is the batch of the outputs that it reached before; the same batch if there are none.
+      `before` is the batch of the outputs that it reached earlier, or `batch` itself.
     - `ready`: called when the last gradient is computed.
     - `sent`: called when all buckets have been sent.
     - `done`: called when the sums are complete.
