@@ -44,7 +44,15 @@ from evener.devices.terms import parse_request
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError
 
-from .probes.links import TRANSPORTS, LinkMeasurement, measure_links, write_variables
+from .probes.links import (
+    TRANSPORTS,
+    LinkMeasurement,
+    Transport,
+    find_transport,
+    measure_links,
+    switches_of,
+    write_variables,
+)
 from .store.links import save_links
 
 Level = Literal["ok", "note", "problem"]
@@ -131,17 +139,21 @@ def check_links(
         save_links(devices, driver, measurements)
     sets = dict.fromkeys(measurement.devices for measurement in measurements)
     grouped = [[one for one in measurements if one.devices == labels] for labels in sets]
-    return tuple(map(describe_link, grouped)), measurements
+    here = find_transport(devices)
+    return tuple(describe_link(each, here) for each in grouped), measurements
 
 
-def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
+def describe_link(measurements: Sequence[LinkMeasurement], here: Transport = "as it is") -> Check:
     """Return the check of the link between the devices of one set.
 
-    `measurements` has one measurement per transport, the default transport first.
+    `measurements` has one measurement per transport, the default transport first. `here` is the
+    transport that the environment chooses.
     """
     own, *others = measurements
     name = f"link {' – '.join(own.devices)}"
     found = "; ".join(map(write_link, measurements))
+    if here != own.transport:
+        return _describe_set_link(name, found, own, others, here)
     if own.outcome != "ok":
         remedy = "No variable of NCCL cures it: look at the driver, the riser and the BIOS."
         if not own.ranks_met:
@@ -160,6 +172,35 @@ def describe_link(measurements: Sequence[LinkMeasurement]) -> Check:
     ):
         return Check(name, "ok", f"{found} (P2P isn't used, or brings nothing)")
     return Check(name, "ok", found)
+
+
+def _describe_set_link(
+    name: str,
+    found: str,
+    own: LinkMeasurement,
+    others: Sequence[LinkMeasurement],
+    here: Transport,
+) -> Check:
+    """Return the check of a link whose transport `here` is chosen by variables of the environment.
+
+    `name` and `found` are the check's. `own` is the measurement as the driver has the link, and
+    `others` are those of other transports.
+    """
+    variables = write_variables(switches_of(here))
+    found = f"{found}; here with {variables}: {here}"
+    used = next((one for one in others if one.transport == here), None)
+    if used is None or used.outcome != "ok":
+        return Check(name, "problem", found, f"Unset {_name_variables(here)}.")
+    if own.outcome != "ok":
+        return Check(name, "ok", f"{found}, with which it works")
+    if own.bytes_per_second > MUCH * used.bytes_per_second:
+        remedy = f"It is faster without: unset {_name_variables(here)}."
+        return Check(name, "note", found, remedy)
+    return Check(name, "ok", found)
+
+
+def _name_variables(transport: Transport) -> str:
+    return " and ".join(switches_of(transport))
 
 
 def write_link(measurement: LinkMeasurement) -> str:

@@ -9,6 +9,7 @@ split step as a group, over loopback if all devices are on one host.
 from __future__ import annotations
 
 import math
+import os
 import queue
 import threading
 import time
@@ -55,7 +56,7 @@ from .launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
-from .links import name_path
+from .links import name_path, read_switches
 from .measurement import Measurement, ProgressReporter, Timeouts
 from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
@@ -384,7 +385,9 @@ class ChildProber:
         try:
             link = self._measure_all_reduce(group, key, stop)
             group.link_speed = link.bytes_per_second
-            group.link_path = name_path([self._devices[i] for i in key.active])
+            group.link_path = name_path(
+                [self._devices[i] for i in key.active], read_switches(os.environ)
+            )
         except BaseException:
             group.end()
             raise

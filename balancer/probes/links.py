@@ -1,6 +1,8 @@
 """Measures the links between devices by all-reduces between each pair and between all devices.
 
-The links are measured first with default settings, then with some of NCCL's transports disabled.
+The links are measured first as the driver has them, then with some of NCCL's transports disabled.
+Variables of the environment that disable transports don't count in these measurements. If they make
+another setting than these, it is measured, too.
 Each rank has its own process, and each reply has a deadline. So if an all-reduce hangs, its devices
 are reported and the rest is still measured. A pair that hangs or gets wrong sums is measured again
 with environment variables that disable transports, to find the variables with which it works.
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
-from typing import Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -44,13 +46,17 @@ SUM_SECONDS = 15.0  # timeout in seconds for the sums of a measurement; they tak
 LONGEST_LINE = 1 << 16
 PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
 
-P2P_OFF = "NCCL_P2P_DISABLE"  # the variable that switches P2P off
+# the variables of NCCL that choose how GPUs of one host exchange data
+P2P_OFF, P2P_LEVEL, SHARED_OFF = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"
+NEVER_P2P = ("LOC", "0")  # levels that switch P2P off
 NO_P2P = "PCIe, no P2P"  # the path between two devices without P2P
-Transport = Literal["as it is", "no P2P", "sockets"]
+SET_HERE: Final = "as set here"
+Transport = Literal["as it is", "no P2P", "sockets", "as set here"]
+# as the driver has it, and with transports disabled; `SET_HERE` depends on the environment
 TRANSPORTS: Mapping[Transport, Mapping[str, str]] = {
     "as it is": {},
     "no P2P": {P2P_OFF: "1"},
-    "sockets": {P2P_OFF: "1", "NCCL_SHM_DISABLE": "1"},
+    "sockets": {P2P_OFF: "1", SHARED_OFF: "1"},
 }
 Outcome = Literal["ok", "hangs", "wrong", "failed"]
 _Reply = TypeVar("_Reply", RankReady, Arrived, Joined, Summed)
@@ -75,6 +81,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
     ranks_met: bool = True  # False if the ranks hadn't joined, so that the link isn't at fault
     remedy: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
     path: str = ""  # path between the devices, such as NVLink; empty: unknown
+    variables: str = ""  # for "as set here": the variables that were set
 
 
 class RankTask(NamedTuple):
@@ -119,7 +126,9 @@ def measure_links(
     if len(devices) > 2:
         sets.append(tuple(range(len(devices))))
     on_gpus = not any(device.on_cpu for device in devices)
-    transports: Sequence[Transport] = [*TRANSPORTS] if on_gpus else ["as it is"]
+    transports: list[Transport] = [*TRANSPORTS] if on_gpus else ["as it is"]
+    if find_transport(devices) == SET_HERE:
+        transports.append(SET_HERE)
     found: list[LinkMeasurement] = []
     for transport in transports:
         for measurement in _measure_over_transport(devices, sets, transport, program):
@@ -148,11 +157,46 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
     return ""
 
 
-def name_path(devices: Sequence[Device]) -> str:
+def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that choose how GPUs of one host exchange data.
+
+    Equal settings are returned in the same form, so that they can be compared. The result is empty
+    if the environment leaves the choice to the driver.
+    """
+    found = {}
+    for name in (P2P_OFF, SHARED_OFF):
+        if environment.get(name, "") not in ("", "0"):
+            found[name] = "1"
+    level = environment.get(P2P_LEVEL, "")
+    if level in NEVER_P2P:
+        found[P2P_OFF] = "1"
+    elif level and P2P_OFF not in found:
+        found[P2P_LEVEL] = level
+    return dict(sorted(found.items()))
+
+
+def find_transport(devices: Sequence[Device]) -> Transport:
+    """Return the transport that a training run on these devices has in this process's environment.
+
+    The variables concern only GPUs.
+    """
+    switches = {} if any(device.on_cpu for device in devices) else read_switches(os.environ)
+    for transport, variables in TRANSPORTS.items():
+        if variables == switches:
+            return transport
+    return SET_HERE
+
+
+def switches_of(transport: Transport) -> Mapping[str, str]:
+    """Return the variables with which a transport is measured."""
+    return read_switches(os.environ) if transport == SET_HERE else TRANSPORTS[transport]
+
+
+def name_path(devices: Sequence[Device], switches: Mapping[str, str]) -> str:
     """Return the name of the slowest path between two of these devices, such as NVLink.
 
-    The name says if a variable of NCCL switches P2P off. Return "" if a path is unknown, as between
-    hosts.
+    `switches` are variables as `read_switches` returns them. The name says if they switch P2P off.
+    Return "" if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -160,7 +204,7 @@ def name_path(devices: Sequence[Device]) -> str:
     backend = find_backend(kinds.pop())
     paths = {backend.name_path(*pair) for pair in combinations(devices, 2)}
     slowest = "" if "" in paths else max(paths, key=len, default="")
-    if slowest and slowest != NO_P2P and os.environ.get(P2P_OFF, "0") != "0":
+    if slowest and slowest != NO_P2P and P2P_OFF in switches:
         return f"{slowest}, off by {P2P_OFF}"
     return slowest
 
@@ -182,7 +226,7 @@ def _measure_over_transport(
     everyone = tuple(range(len(devices)))
     if len(sets) > 1:
         try:
-            group = LinkGroup(devices, TRANSPORTS[transport], program)
+            group = LinkGroup(devices, switches_of(transport), program)
         except LinkError as fault:
             labels = tuple(device.label for device in devices)
             yield fault.describe(labels, transport)
@@ -212,7 +256,7 @@ def _measure_with_new_processes(
     """Return the measurement of one set of devices, made with new processes."""
     group: LinkGroup | None = None
     try:
-        group = LinkGroup(devices, TRANSPORTS[transport], program)
+        group = LinkGroup(devices, switches_of(transport), program)
         return _describe(devices, transport, group.measure(tuple(range(len(devices)))))
     except LinkError as fault:
         return fault.describe(labels, transport)
@@ -229,14 +273,16 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
         summed.bytes_per_second,
         summed.latency_seconds,
         summed.wrong,
-        path=name_path(devices),
+        path=name_path(devices, switches_of(transport)),
+        variables=write_variables(switches_of(transport)) if transport == SET_HERE else "",
     )
 
 
 class LinkGroup:
     """A group with one process on each device, which measures all-reduces between them.
 
-    `variables` are added to the environment of the processes. Raises LinkError if the processes
+    `variables` are added to the environment of the processes, in place of all others that choose a
+    transport. Raises LinkError if the processes
     can't join. Call `close` to kill them.
     """
 
@@ -352,7 +398,9 @@ class _RankProcess:
         self.place = find_backend(device.kind).name_in("torch", 0)
         loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         path = {"PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
-        inherited = {**os.environ, **environment.variables, **loopback, **path, **variables}
+        switches = (P2P_OFF, P2P_LEVEL, SHARED_OFF)
+        own = {name: text for name, text in os.environ.items() if name not in switches}
+        inherited = {**own, **environment.variables, **loopback, **path, **variables}
         cores = environment.cores
         self._process = subprocess.Popen(
             list(program),

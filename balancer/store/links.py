@@ -19,10 +19,15 @@ from evener.errors import RequestError
 from evener.plan.file import Link
 from evener.system.files import make_private, state_folder, write_atomically
 
-from ..probes.links import LinkMeasurement, Transport
+from ..probes.links import (
+    SET_HERE,
+    LinkMeasurement,
+    find_transport,
+    switches_of,
+    write_variables,
+)
 from ..types import KnownLink
 
-OWN: Transport = "as it is"
 MOST_RECORDS = 256  # maximum number of records that are searched
 
 
@@ -54,14 +59,20 @@ def save_links(
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed that a search has measured for the link between all of these devices.
 
-    `path` names the path between them, such as NVLink. Measurements of other transports by `evener
-    doctor --links` are kept. Does nothing if the file can't be written.
+    `path` names the path between them, such as NVLink. The speed is saved for the transport that
+    the environment chooses. Measurements of other transports by `evener doctor --links` are kept.
+    Does nothing if the file can't be written.
     """
     labels = tuple(device.label for device in devices)
-    measurement = LinkMeasurement(labels, OWN, "ok", bytes_per_second, path=path)
+    transport = find_transport(devices)
+    variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
+    measurement = LinkMeasurement(
+        labels, transport, "ok", bytes_per_second, path=path, variables=variables
+    )
     before = find_links(devices, driver)
     others = before.measurements if before is not None else ()
-    kept = [one for one in others if (one.transport, one.devices) != (OWN, labels)]
+    replaced = (transport, variables, labels)
+    kept = [one for one in others if (one.transport, one.variables, one.devices) != replaced]
     with suppress(OSError, RequestError):
         save_links(devices, driver, (*kept, measurement))
 
@@ -80,8 +91,8 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     """Return the links between these devices as they were last measured, pairs first.
 
-    There is one link for each pair, and for each larger set, that was measured with the default
-    transport and worked.
+    There is one link for each pair, and for each larger set, that was measured with the transport
+    of this process's environment and worked.
     """
     labels = {device.id: device.label for device in devices}
     found = []
@@ -107,13 +118,19 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest successful measurement of the default transport, by the devices' ids."""
+    """Return the newest successful measurement by the devices' ids.
+
+    Only measurements count whose transport is that of this process's environment.
+    """
     known = {device.id for device in devices}
+    transport = find_transport(devices)
+    variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
     found = {}
     for record in _list_records(driver):
         for measurement in record.measurements:
             ids = _ids_of(record, measurement)
-            if measurement.transport == OWN and measurement.outcome == "ok" and ids <= known:
+            is_same = (measurement.transport, measurement.variables) == (transport, variables)
+            if is_same and measurement.outcome == "ok" and ids <= known:
                 found[ids] = measurement
     return found
 

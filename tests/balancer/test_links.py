@@ -88,7 +88,11 @@ def test_a_rank_that_never_joins_is_named(hasty: None) -> None:
 
 @two_cores
 @pytest.mark.slow
-def test_a_sum_that_hangs_is_named_with_the_variable_that_cures_it(hasty: None) -> None:
+def test_a_sum_that_hangs_is_named_with_the_variable_that_cures_it(
+    hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable of the environment doesn't count, as the link is measured as the driver has it."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     (found,) = measure_links(slices(2), program=faulty("p2p"))
     assert (found.outcome, found.remedy) == ("hangs", "NCCL_P2P_DISABLE=1")
     assert "CPU:1" in found.devices
@@ -186,19 +190,64 @@ def test_the_path_between_gpus_is_what_the_driver_says(
     double = fake_nvml(3)
     gpus = discover("gpu").devices
     double.peers = {frozenset({gpus[0].id, gpus[1].id}): works}
-    assert links.name_path(gpus[:2]) == path
-    assert links.name_path(gpus) == "PCIe, no P2P", "of three, the slowest pair's"
+    assert links.name_path(gpus[:2], {}) == path
+    assert links.name_path(gpus, {}) == "PCIe, no P2P", "of three, the slowest pair's"
     double.fail("nvmlDeviceGetP2PStatus", 999)
-    assert links.name_path(gpus[:2]) == ""
-    assert links.name_path(slices(2)) == ""
+    assert links.name_path(gpus[:2], {}) == ""
+    assert links.name_path(slices(2), {}) == ""
 
 
-def test_a_path_that_a_variable_switches_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        ("NCCL_P2P_DISABLE", "1", "NVLink, off by NCCL_P2P_DISABLE"),
+        ("NCCL_P2P_LEVEL", "LOC", "NVLink, off by NCCL_P2P_DISABLE"),
+        ("NCCL_P2P_DISABLE", "0", "NVLink"),
+        ("NCCL_SHM_DISABLE", "1", "NVLink"),
+    ],
+)
+def test_a_path_that_a_variable_switches_off_says_so(
+    name: str, value: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = SimpleNamespace(name_path=lambda *_: "NVLink")
     monkeypatch.setattr(links, "find_backend", lambda _: backend)
-    for value, path in (("1", "NVLink, off by NCCL_P2P_DISABLE"), ("0", "NVLink")):
-        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
-        assert links.name_path(slices(2)) == path
+    assert links.name_path(slices(2), links.read_switches({name: value})) == path
+
+
+def test_a_link_is_read_as_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(2))
+    save_links(two, "550", [measurement(), measurement(transport="no P2P", bytes_per_second=2e9)])
+
+    def speeds() -> list[float]:
+        return [link.bytes_per_second for link in list_links(two, "550")]
+
+    assert speeds() == [6.1e9]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert speeds() == [2e9]
+    note_link(two, "550", "", 3e9)
+    assert speeds() == [3e9]
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    assert speeds() == [6.1e9]
+    for value in ("1", "0"):  # a setting that no transport of the doctor's has
+        monkeypatch.setenv("NCCL_SHM_DISABLE", value)
+        assert speeds() == ([] if value == "1" else [6.1e9])
+        note_link(two, "550", "", 4e9 if value == "1" else 5e9)
+    assert speeds() == [5e9]
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    assert speeds() == [4e9]
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "NVL")
+    assert speeds() == []
+
+
+def test_a_variable_that_makes_a_link_slow_is_named() -> None:
+    fast, slow = measurement(bytes_per_second=210e9), measurement(transport="no P2P")
+    check = describe_link([fast, slow], "no P2P")
+    assert (check.level, "unset NCCL_P2P_DISABLE" in check.remedy) == ("note", True)
+    check = describe_link([measurement(outcome="hangs"), slow], "no P2P")
+    assert (check.level, check.remedy) == ("ok", "")
+    assert "NCCL_P2P_DISABLE=1" in check.found
+    check = describe_link([fast, measurement(transport="no P2P", outcome="hangs")], "no P2P")
+    assert check.level == "problem"
 
 
 def test_a_record_that_is_broken_is_as_none() -> None:
