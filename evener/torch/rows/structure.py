@@ -68,17 +68,25 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists, mappings and AssignedBatches, in their order."""
+    found: list[torch.Tensor] = []
+    _add_tensors(data, found)
+    return found
+
+
+def _add_tensors(data: Any, found: list[torch.Tensor]) -> None:
+    """Append the tensors in `data` to `found`; models call this for each of their layers."""
     if isinstance(data, torch.Tensor):
-        return [data]
-    if isinstance(data, tuple | list):
-        return [
-            tensor
-            for item in data
-            for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))
-        ]
-    if isinstance(data, AssignedBatch):
-        return tensors_in(data.passes)
-    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
+        found.append(data)
+    elif data is None or isinstance(data, (bool, int, float, str)):
+        return
+    elif isinstance(data, (tuple, list)):
+        for item in data:
+            _add_tensors(item, found)
+    elif isinstance(data, AssignedBatch):
+        _add_tensors(data.passes, found)
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            _add_tensors(item, found)
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:

@@ -200,12 +200,14 @@ class Flat:
 
     def _send_all(self, sender: GradientSender, weight: float) -> None:
         """Send the gradients of whole parameters with `sender`, and free them."""
-        taken = [slot for slot in self.slots if slot.whole.grad is not None]
-        size = sum(byte_count(slot.whole.grad) for slot in taken)
+        gradients = [slot.whole.grad for slot in self.slots]
+        size = sum([each.nbytes for each in gradients if each is not None])
         self.held.add("gathered", size + sender.taken_bytes)
-        sender.take(weight)
-        for slot in taken:
-            slot.whole.grad, slot.fired = None, True
+        sender.take(weight, gradients)
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is not None:
+                slot.whole.grad, slot.fired = None, True
+        del gradient, gradients  # their memory is free before more is received
         self.held.add("gathered", sender.received_bytes - size)
         self._work, self._sends = sender.send(), True
 
@@ -254,19 +256,24 @@ class Flat:
                 slot.view = view
         return self._grad_shard
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
         """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
         If it has none, its gradient becomes a copy of `summed`, or `summed` itself with `keeps`.
         """
-        if not any(slot.received or slot.piece.grad is not None for slot in self.slots):
-            shard = self._make_views(summed if keeps else None)
-            if shard is not summed:
-                shard.copy_(summed)
-            for slot in self.slots:
-                slot.received, slot.before = True, False
-            return
+        for slot in self.slots:
+            if slot.received or slot.piece.grad is not None:
+                self._add_to_earlier(summed)
+                return
+        shard = self._make_views(summed if keeps else None)
+        if shard is not summed:
+            shard.copy_(summed)
+        for slot in self.slots:
+            slot.received, slot.before = True, False
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _add_to_earlier(self, summed: torch.Tensor) -> None:
+        """Add the reduced gradients `summed` to gradients from earlier backward passes."""
         shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received]
         for slot in fresh:

@@ -82,9 +82,8 @@ class Gathered:
     def gather(self) -> list[Any]:
         """Allocate the block and start to gather it; return the work handles to wait for."""
         self._storage.resize_(self.size)
-        with torch.no_grad():
-            for target, source in self._copies:
-                target.copy_(source)
+        for target, source in self._copies:  # neither is known to autograd
+            target.copy_(source)
         return [] if self._is_single_rank else self._parts.gather()
 
     def free(self) -> None:

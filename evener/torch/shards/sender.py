@@ -45,6 +45,22 @@ class DtypeRange(NamedTuple):
         return part[self.byte : self.byte + size].view(self.dtype)
 
 
+class GradientCopy(NamedTuple):
+    """A copy of a parameter's gradient, or of a range of its elements, to the sent tensor.
+
+    `position` is the parameter's position in the list of slots. `elements` is the range; None means
+    the whole gradient. `target` is where it is copied to.
+    """
+
+    position: int
+    elements: slice | None
+    target: torch.Tensor
+
+    def source(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the elements of `gradient` that are copied, in the shape of the target."""
+        return gradient if self.elements is None else gradient.reshape(-1)[self.elements]
+
+
 class GradientSender:
     """Sends the gradients of a flat's parameters, and adds up the gradients that it receives.
 
@@ -55,6 +71,8 @@ class GradientSender:
     - `dtype`: dtype of the shards.
     - `taken_bytes`: bytes allocated from `take` to `add_up`.
     - `received_bytes`: bytes allocated from `send` to `add_up`.
+
+    None of its tensors requires a gradient, so it needs no context without autograd.
     """
 
     def __init__(
@@ -67,13 +85,21 @@ class GradientSender:
     ) -> None:
         self._rank, self._start = place.rank, ranges[place.rank][0]
         self._weight = 1.0
+        self._weights = torch.ones(1, dtype=dtype, device=place.device)  # the weight on the device
         pieces = [_divide(segments, start, stop) for start, stop in ranges]
         sizes = [_round_up(each[-1].byte + _byte_count(each[-1])) for each in pieces]
         others = [rank for rank in range(len(ranges)) if rank != self._rank]
         self._allocate(sizes, others, place.device)
         parts = self._split_by_ranks(sizes, others)
-        self._targets = {slot: _find_targets(slot, pieces, parts) for slot in slots}
+        found = [
+            copy for i, slot in enumerate(slots) for copy in _find_copies(i, slot, pieces, parts)
+        ]
+        # by dtype, because a single kernel copies tensors of one dtype
+        self._copies: dict[torch.dtype, list[GradientCopy]] = {dtype: []}
+        for copy in found:
+            self._copies.setdefault(copy.target.dtype, []).append(copy)
         self._headers = [_weight_of(parts[rank], dtype) for rank in others]
+        self._dtype = dtype
         arrived = self._received.split(sizes[self._rank])
         own = pieces[self._rank]
         self._own = [(piece, piece.find_in(parts[self._rank])) for piece in own]
@@ -101,18 +127,21 @@ class GradientSender:
         parts = self._sent.split([sizes[rank] for rank in order])
         return dict(zip(order, parts, strict=True))
 
-    def take(self, weight: float) -> None:
-        """Take the gradients of the whole parameters; a gradient that is None counts as 0.
+    def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy the gradients of the whole parameters, which aren't needed any more afterwards.
 
-        `weight` is the weight of this rank's gradients. The parameters' own gradients aren't needed
-        afterwards.
+        `weight` is the weight of this rank's gradients. `gradients` are in the order of the slots;
+        None counts as 0.
         """
-        self._weight = weight
+        if weight != self._weight:
+            self._weight = weight
+            self._weights.fill_(weight)
         self._sent.untyped_storage().resize_(len(self._sent))
-        with torch.no_grad():
-            self._fill()
-            for header in self._headers:
-                header.fill_(weight)
+        if weight == 0.0:  # gradients may be infinite, and 0 times that is NaN
+            self._sent.zero_()
+            return
+        for dtype, copies in self._copies.items():
+            self._fill(dtype, copies, gradients)
 
     def send(self) -> list[Any]:
         """Start to send the gradients that were taken; return the work handles to wait for."""
@@ -124,25 +153,27 @@ class GradientSender:
             self._received, self._for_others, self._returned, self._sizes, async_op=True
         )
 
-    def _fill(self) -> None:
-        if self._weight == 0.0:  # gradients may be infinite, and 0 times that is NaN
-            self._sent.zero_()
-            return
-        found: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for slot, targets in self._targets.items():
-            gradient = slot.whole.grad
-            flat = None if gradient is None else gradient.reshape(-1)
-            for start, stop, target in targets:
-                if flat is None:
-                    target.zero_()
-                    continue
-                into, source = found.setdefault(target.dtype, ([], []))
-                into.append(target)
-                source.append(flat if stop - start == slot.numel else flat[start:stop])
-        for into, source in found.values():  # one call for each dtype is one kernel
-            copy_each(into, source)
+    def _fill(
+        self,
+        dtype: torch.dtype,
+        copies: Sequence[GradientCopy],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Copy the gradients of one dtype, and with those of the shards' dtype the weight, too."""
+        targets, sources = [], []
+        for copy in copies:
+            gradient = gradients[copy.position]
+            if gradient is None:
+                copy.target.zero_()
+            else:
+                targets.append(copy.target)
+                sources.append(copy.source(gradient))
+        if dtype == self._dtype:
+            targets += self._headers
+            sources += [self._weights] * len(self._headers)
+        if targets:
+            copy_each(targets, sources)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def add_up(self, total: torch.Tensor) -> None:
         """Write the weighted sum of all ranks' gradients of this rank's shard to `total`.
 
@@ -150,9 +181,10 @@ class GradientSender:
         """
         for (piece, own), theirs in zip(self._own, self._theirs, strict=True):
             part = total[piece.start - self._start : piece.stop - self._start]
-            part.copy_(own)
-            if self._weight != 1.0:
-                part.mul_(self._weight)
+            if self._weight == 1.0:
+                part.copy_(own)
+            else:  # in the dtype of the shards, because the weight isn't a scalar
+                torch.mul(own, self._weights, out=part)
             for gradients, weight in theirs:
                 part.addcmul_(gradients, weight)
         self.free()
@@ -185,22 +217,29 @@ def _divide(segments: Sequence[Segment], start: int, stop: int) -> list[DtypeRan
     return pieces
 
 
-def _find_targets(
-    slot: Slot, pieces: Sequence[Sequence[DtypeRange]], parts: dict[int, torch.Tensor]
-) -> list[tuple[int, int, torch.Tensor]]:
-    """Return where in the sent tensor the gradient of a parameter is copied to.
+def _find_copies(
+    position: int,
+    slot: Slot,
+    pieces: Sequence[Sequence[DtypeRange]],
+    parts: dict[int, torch.Tensor],
+) -> list[GradientCopy]:
+    """Return the copies of a parameter's gradient to the sent tensor.
 
-    An item (start, stop, target) copies the gradient's elements from `start` to `stop` to the
-    tensor `target`. `pieces` are the dtype ranges of each rank's part, and `parts` the parts by
-    rank.
+    `position` is the parameter's position in the list of slots. `pieces` has the dtype ranges of
+    each rank's part, and `parts` has the parts themselves, by rank.
     """
     found = []
     for rank, listed in enumerate(pieces):
         for piece in listed:
             low, high = max(slot.start, piece.start), min(slot.start + slot.numel, piece.stop)
-            if low < high:
-                place = piece.find_in(parts[rank])[low - piece.start : high - piece.start]
-                found.append((low - slot.start, high - slot.start, place))
+            if low >= high:
+                continue
+            target = piece.find_in(parts[rank])[low - piece.start : high - piece.start]
+            if high - low == slot.numel:
+                found.append(GradientCopy(position, None, target.view(slot.shape)))
+            else:
+                elements = slice(low - slot.start, high - slot.start)
+                found.append(GradientCopy(position, elements, target))
     return found
 
 

@@ -527,8 +527,10 @@ class UnitHooks:
         unit, sharded = self._unit, self._sharded
         sharded.begin_forward(unit)
         arguments, keywords = sharded.cast(unit, (arguments, keywords))
+        if unit is sharded.root or not torch.is_grad_enabled():
+            return arguments, keywords
         tensors = [each for each in tensors_in((arguments, keywords)) if each.requires_grad]
-        if not tensors or not torch.is_grad_enabled() or unit is sharded.root:
+        if not tensors:
             return arguments, keywords
         marked = dict(
             zip(map(id, tensors), _UnitInputs.apply(sharded, unit, *tensors), strict=True)
@@ -594,9 +596,12 @@ def _look_into(outputs: Any) -> Iterator[Any]:
 
     Simple values, such as numbers and strings, are skipped.
     """
-    fields = getattr(outputs, "__dataclass_fields__", None)
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+        return
     if isinstance(outputs, _SIMPLE):
         return
+    fields = getattr(outputs, "__dataclass_fields__", None)
     if isinstance(outputs, Mapping):
         items: Iterable[Any] = outputs.values()
     elif isinstance(outputs, tuple | list):

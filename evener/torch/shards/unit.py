@@ -345,11 +345,16 @@ class Ledger:
 
     def add(self, kind: str, size: int) -> None:
         """Add `size` bytes of a kind, which were allocated or, if negative, freed."""
-        self.now[kind] += size
-        self._total += size
-        if size > 0:
-            self.most[kind] = max(self.most[kind], self.now[kind])
-            self.peak = max(self.peak, self._total)
+        now = self.now[kind] + size
+        self.now[kind] = now
+        total = self._total + size
+        self._total = total
+        if size <= 0:
+            return
+        if now > self.most[kind]:
+            self.most[kind] = now
+        if total > self.peak:
+            self.peak = total
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
         """Count the bytes of an optimizer's state, without its step counters.
