@@ -52,7 +52,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     # worker processes of the loader for the user's data; None: as in the user's code
     loader_workers: int | None = None
     placement: str = ""  # the name of one of the workload's placements, or empty
-    # fraction of a sharded model on each rank; only its own fraction for a rank measured alone
+    # fraction of a sharded model on each rank; a rank that is measured alone is the first of them,
+    # and the others may be left out
     state: tuple[float, ...] = ()
 
     @property

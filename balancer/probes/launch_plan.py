@@ -135,7 +135,7 @@ def build_commands(
             input=cast(Input, request.input),
             placement=key.placement if key.traits.placed else "",
             loader_workers=find_workers(key.knobs),
-            state=(key.state or (MEASURED_PART,)) if key.traits.sharded else (),
+            state=(key.state or _make_stand_in(len(key.shares))) if key.traits.sharded else (),
         )
         commands.append(
             Build(
@@ -150,6 +150,12 @@ def build_commands(
             )
         )
     return commands
+
+
+def _make_stand_in(devices: int) -> tuple[float, ...]:
+    """Return the parts of a model's state for a device that is measured alone, its own first."""
+    others = devices - 1
+    return (MEASURED_PART, *((1 - MEASURED_PART) / others for _ in range(others)))
 
 
 def find_workers(knobs: Sequence[str]) -> int | None:

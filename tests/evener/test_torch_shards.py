@@ -350,18 +350,14 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
-    """A rank holds its part of parameters, gradients and momentum, and the gathered units.
+    """A rank holds its part of parameters and gradients, and a few whole units.
 
-    At most, two of three units have their gradients. Expected are also those received from two
-    others by the rank with all parameters, which none of these ranks is.
+    Two units are gathered; one has gradients, and another's are being received. The rank with 5 of
+    8 parameters receives more gradients than a unit has: 5/8 of each of two ranks'.
     """
-    size = (
-        4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
-    )
-    for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
-        half = rank["half"]
-        expected = half["beside"] + part * size
-        assert 0.75 * expected <= half["peak"] <= 1.01 * expected
+    for rank in trained:
+        peak, expected = rank["held"]
+        assert 0.97 * expected <= peak <= 1.01 * expected, "headers are 16 bytes a part"
 
 
 def test_out_of_memory_in_a_unit_is_said_on_all_ranks(

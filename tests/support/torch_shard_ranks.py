@@ -85,7 +85,6 @@ def train_in_half(world: int) -> dict[str, Any]:
     """
     case = HALF
     split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
-    beside = count_gathered(model, choose_units(model, None), torch.bfloat16)
     model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
     model.blocks[1].up.register_forward_hook(
         lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
@@ -95,12 +94,40 @@ def train_in_half(world: int) -> dict[str, Any]:
         compute(case, split, model, batch)
         finish(case, step, model, update)
     types = {each.dtype for each in model.parameters()}, seen
-    return {
-        "weights": split.model_state(model),
-        "types": types,
-        "peak": model.exchange.held.peak,
-        "beside": beside,
-    }
+    return {"weights": split.model_state(model), "types": types}
+
+
+class Blocks(torch.nn.Module):
+    """Eight equal layers, each of which is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = block(rows).relu()
+        return rows
+
+
+def hold_half(world: int) -> tuple[int, float]:
+    """Return the most bytes that this rank held in a step of bfloat16 on float32 shards, and the
+    bytes that it was expected to hold.
+
+    Its parameters and gradients are counted, and an optimizer with no state.
+    """
+    split, model = make_split(HALF, SHARES[world]), Blocks()
+    part = PARTS[world][split.rank] / sum(PARTS[world])
+    units, received = choose_units(model, None), (world - 1) * part
+    beside = count_gathered(model, units, torch.bfloat16, received=received)
+    parameters = sum(each.nbytes for each in model.parameters())
+    model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
+    split.begin(SHARES[world])
+    model(torch.ones(split.shares[split.rank], 64)).sum().backward()
+    # of the second unit and of the first, which has no next one: its own and other units' gradients
+    second = part * parameters * (1 + 6 / 8)
+    first = part * parameters * (1 + 7 / 8) - parameters / 8 / 2
+    return model.exchange.held.peak, beside + max(first, second)
 
 
 def train_under_autocast(world: int) -> dict[str, Any]:
@@ -245,6 +272,7 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["norm in half"] = clip_in_half(world)
         trained["late"] = train_with_late_copies(world)
         trained["half"] = train_in_half(world)
+        trained["held"] = hold_half(world)
         trained["autocast"] = train_under_autocast(world)
         trained["full disk"] = refuse(
             lambda split, model: split.save("/dev/full/there", split.shard(model)), world

@@ -13,6 +13,7 @@ import wrapt
 from evener.torch.packed import is_packed, pack_weights
 from evener.torch.shards.make import check_buffers, cut_model, move
 from evener.torch.shards.place import ShardRank
+from evener.torch.shards.sender import bound_received
 from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
 from evener.torch.step.wrapped import hook_forward
@@ -46,12 +47,14 @@ class RecipeShards:
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
-        module, parts, alone = recipe.module, setup.state, setup.world == 1
+        module, alone = recipe.module, setup.world == 1
+        parts = setup.state if len(setup.state) > 1 else (*setup.state, 1 - setup.state[0])
         pack_weights(module, device)
         check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
         casts = recipe.casts
-        self._gathered = count_gathered(module, units, None, casts)
+        received = bound_received(len(parts))
+        self._gathered = count_gathered(module, units, None, casts, received)
         capped = any(limit is not None for limit in setup.memory_limit_bytes)
         on_whole_gpu = device.type == "cuda" and not capped
         self._beside = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
@@ -59,7 +62,6 @@ class RecipeShards:
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)
-        parts = (*parts, 1 - parts[0]) if alone else parts
         own = ShardRank(setup.rank, parts, device, alone)
         self.sharded = cut_model(module, units, own, casts=casts)
         # with gradient accumulation, gradients coexist with the peak of activations

@@ -58,6 +58,7 @@ class Flat:
         self._grad_shard: torch.Tensor | None = None
         self._sender: GradientSender | None = None  # if gradients are sent as they are computed
         self._sends = False  # True while the sender's gradients are underway
+        self._computed_bytes = 0  # gradients of whole parameters that the ledger counts
         self._work: list[Any] = []
         for slot in self.slots:
             low, high = self.range_of(slot)
@@ -159,17 +160,26 @@ class Flat:
         if taken:
             parts = dict(zip(self.slots, buffer.split(self._sizes)[: len(self.slots)], strict=True))
             gradients = [slot.whole.grad.reshape(-1) for slot in taken]
-            size = sum(map(byte_count, gradients))
-            self.held.add("gathered", size)
             copy_each([parts[slot] for slot in taken], gradients)
             for slot in taken:
                 slot.whole.grad, slot.fired = None, True
-            self.held.add("gathered", -size)
+            self._uncount_gradients()
         if weight == 0.0:
             buffer.zero_()  # also clears infinite gradients
         elif weight != 1.0:
             buffer.mul_(weight)
         return buffer
+
+    def count_gradients(self) -> None:
+        """Count the gradients of whole parameters in the ledger, until they are taken."""
+        gradients = [slot.whole.grad for slot in self.slots]
+        size = sum([each.nbytes for each in gradients if each is not None])
+        self.held.add("gathered", size - self._computed_bytes)
+        self._computed_bytes = size
+
+    def _uncount_gradients(self) -> None:
+        self.held.add("gathered", -self._computed_bytes)
+        self._computed_bytes = 0
 
     def keep(self) -> None:
         """Leave the accumulated gradients in the buffer, because a later pass reduces them."""
@@ -188,6 +198,7 @@ class Flat:
 
         Each rank receives the sums for its own shard.
         """
+        self.count_gradients()
         if self._sender is not None:
             self.receive()
             self._send_all(self._sender, weight)
@@ -201,14 +212,14 @@ class Flat:
     def _send_all(self, sender: GradientSender, weight: float) -> None:
         """Send the gradients of whole parameters with `sender`, and free them."""
         gradients = [slot.whole.grad for slot in self.slots]
-        size = sum([each.nbytes for each in gradients if each is not None])
-        self.held.add("gathered", size + sender.taken_bytes)
+        self.held.add("gathered", sender.taken_bytes)
         sender.take(weight, gradients)
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is not None:
                 slot.whole.grad, slot.fired = None, True
         del gradient, gradients  # their memory is free before more is received
-        self.held.add("gathered", sender.received_bytes - size)
+        self._uncount_gradients()
+        self.held.add("gathered", sender.received_bytes)
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:
@@ -289,6 +300,7 @@ class Flat:
         """Drop the gradients of this flat, even if they come from a backward pass that failed."""
         for work in self._work:
             work.wait()
+        self._uncount_gradients()
         if self._grads is not None:
             self.held.add("gathered", -byte_count(self._grads))
         if self._sender is not None and self._sends:

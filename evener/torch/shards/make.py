@@ -42,6 +42,7 @@ from ..step.wrapped import (
 from ..sums.collectives import is_equal_everywhere, own_collectives
 from ..sums.exchange import EXCHANGES
 from .place import ShardRank
+from .sender import bound_received
 from .sharded import Sharded
 from .slot import byte_count
 from .unit import choose_units
@@ -94,7 +95,12 @@ def shard(
     pack_weights(model, training.device)
     check_buffers(model)
     chosen = choose_units(model, units) if level == "all" else {}
-    parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype, casts))
+    received = bound_received(training.world)
+
+    def count_beside() -> int:
+        return count_gathered(model, chosen, dtype, casts, received if level == "all" else None)
+
+    parts = _parts(training, state, count_beside)
     rows = training.ranks.batches
     first = next(rank for rank, own in enumerate(rows) if own)
     place = ShardRank(training.rank, parts, training.device, first=first)

@@ -195,6 +195,14 @@ class GradientSender:
         self._received.untyped_storage().resize_(0)
 
 
+def bound_received(ranks: int) -> float:
+    """Return the most gradients that one of this number of ranks may receive from the others.
+
+    The result is relative to all gradients of a flat.
+    """
+    return min(MOST_RECEIVED, ranks - 1.0)
+
+
 def saves_memory(ranges: Sequence[tuple[int, int]]) -> bool:
     """True if no rank needs more memory for received gradients than for a sum in float32.
 

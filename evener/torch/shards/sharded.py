@@ -347,6 +347,7 @@ class Sharded:
             return
         if unit.unsent:
             if self._sending is not None:
+                unit.count_gradients()  # they are in memory while others are received
                 self._sending.receive()
             unit.send(1.0 if self.keeps else self.weight)
             self._sending = unit

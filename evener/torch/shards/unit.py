@@ -291,6 +291,11 @@ class Unit:
             if flat.gathered.has_memory:
                 flat.free()
 
+    def count_gradients(self) -> None:
+        """Count the gradients of whole parameters in the ledger."""
+        for flat in self.trained:
+            flat.count_gradients()
+
     def send(self, weight: float) -> None:
         """Start to reduce the gradients over the ranks, multiplied by `weight` on this rank."""
         self.met(self, False)

@@ -7,6 +7,7 @@ objects stay in use, so any optimizer can train them and any library can save th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,23 +25,35 @@ STATE_COPIES = 4  # copies of a trained parameter: itself, its gradient, two for
 MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on each device
 
 
-def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
+def count_gathered(
+    model: Any,
+    units: Mapping[str, Any],
+    dtype: Any,
+    casts: Any = None,
+    received: float | None = None,
+) -> int:
     """Return the maximum bytes that a rank holds besides its part of the state and activations.
 
     They are the sum of
 
     - the parameters that belong to no unit, gathered, with their gradients;
     - two gathered units, because the next one is prefetched;
-    - the gradients of one unit, in the dtype of their computation and in the dtype of the shards;
+    - the gradients of one unit, while those of the unit before it are still being reduced;
     - the parameters that are never sharded, with their gradients and optimizer state;
     - the statistics of 4-bit weights, which every rank holds.
 
     `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
+
+    Half-precision gradients are sent as they were computed if `received` isn't None. It is the
+    most gradients that a rank receives from the others, relative to all gradients of a unit.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
-    sizes = {name: _measure(own, whole, dtype, casts) for name, own in parameters.items()}
+    sizes = {
+        name: _measure([slot for slot in own if slot not in whole], dtype, casts, received)
+        for name, own in parameters.items()
+    }
     root = sizes.pop("")
     lookups = [size for name, size in sizes.items() if is_lookup(units[name])]
     others = [size for name, size in sizes.items() if not is_lookup(units[name])]
@@ -60,7 +73,7 @@ class UnitBytes(NamedTuple):
 
     - `gathered`: bytes of its whole parameters.
     - `gradients`: bytes of their gradients.
-    - `buffer`: bytes of the buffer from which the gradients are reduced.
+    - `buffer`: bytes from which the gradients are reduced.
     """
 
     gathered: int
@@ -69,7 +82,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes of gradients while they are reduced: the gradients and their buffer."""
+        """The bytes of one unit's gradients, and of another unit's while they are reduced."""
         return self.gradients + self.buffer
 
 
@@ -79,16 +92,21 @@ def _add_largest(units: Iterable[UnitBytes]) -> int:
     return sum(sorted((each.gathered for each in units), reverse=True)[:2])
 
 
-def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any) -> UnitBytes:
+def _measure(own: Sequence[Slot], dtype: Any, casts: Any, received: float | None) -> UnitBytes:
     gathered = gradients = buffer = 0
+    flats: defaultdict[torch.dtype, list[Slot]] = defaultdict(list)  # the trained parameters
     for slot in own:
-        if slot in whole:
-            continue
-        size = slot.numel * choose_dtype(slot, dtype, casts).itemsize
-        gathered += size
+        gathered += slot.numel * choose_dtype(slot, dtype, casts).itemsize
         if slot.tensor.requires_grad:
-            gradients += size
-            buffer += byte_count(slot.tensor)
+            flats[slot.tensor.dtype].append(slot)
+    for slots in flats.values():
+        computed = sum(slot.numel * choose_dtype(slot, dtype, casts).itemsize for slot in slots)
+        stored = sum(byte_count(slot.tensor) for slot in slots)
+        gradients += computed
+        if received is None or computed >= stored:
+            buffer += stored
+        else:  # copies of a unit's own, and received ones, while the next unit's are computed
+            buffer += round(computed * (1 + received))
     return UnitBytes(gathered, gradients, buffer)
 
 
