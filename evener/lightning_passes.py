@@ -36,7 +36,7 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that the pass `part`, which ran out of memory, may be cut into parts of `rows` rows.
+    """Check that the pass `part` may be cut into parts of `rows` rows, because memory ran out.
 
     Raises RequestError, on this rank only, if the parts' gradients don't add up to the pass's, or
     if an optimizer is LBFGS.

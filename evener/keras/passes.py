@@ -53,8 +53,8 @@ class StepStates:
 
     `found` says how devices' values of the measured states combine. Seeds differ by device, so that
     no two devices draw the same random numbers. Metrics inside layers count the rows of all
-    devices: without passes, each device continues from the previous device's values; with passes,
-    each starts from 0 and the counts are added.
+    devices. Without passes, each device continues from the previous device's values. With passes,
+    each device starts from 0, and the counts are added.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:

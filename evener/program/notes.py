@@ -157,7 +157,8 @@ class Notebook:
     def leave(self) -> None:
         """Write this rank's RankNote, if the settings name a folder for it.
 
-        If nothing has trained by shares, also record why, and print the reason unless that is done.
+        If nothing has trained by shares, the note says why. The reason is also printed, unless it
+        was printed before.
         """
         if not self.settings.folder:
             return

@@ -126,7 +126,7 @@ def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Return a context in which a Trainer uses a ProgramStrategy, which is the context's value.
+    """Make a Trainer use a ProgramStrategy, which is the value of the returned context.
 
     It shares the attributes of `strategy`, the Trainer's own one, and stays in use afterwards. On
     an error, the Trainer gets `strategy` back.

@@ -65,8 +65,8 @@ class Totals:
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any, rows: Rows) -> str:
         """Track a call of `function` whose arguments may be sums over all ranks' rows.
 
-        Return the collective that computed the sums if `result` may depend on the shares, otherwise
-        "".
+        If `result` may depend on the shares, return the collective that computed the sums.
+        Otherwise return "".
         """
         # it depends on them if the call also uses this rank's own rows, or reads a sum as a number
         leaves = leaves_in((arguments, keywords))

@@ -59,7 +59,7 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs that the container's quota allows, which may be fractional.
+    """Return the number of CPUs that the container's quota allows; it may be fractional.
 
     Of several quotas, the smallest counts. `root` and `membership` are the kernel's files. Returns
     None without a quota.

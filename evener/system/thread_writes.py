@@ -9,7 +9,7 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes that are written by the thread that creates this object.
+    """Counts the bytes written by the thread that creates this object.
 
     Reading the counter takes about a microsecond. It stays 0 without the kernel's I/O accounting.
     """

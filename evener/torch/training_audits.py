@@ -342,7 +342,7 @@ class TrainingAudits:
         rows: int,
         make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
-        """Check that a pass that ran out of memory may be cut into parts of up to `rows` rows.
+        """Check that a pass may be cut into parts of up to `rows` rows, because memory ran out.
 
         `part` is the pass, and `compute(part)` returns the loss of a part. `make_sketcher` returns
         the GradientSketcher for a library's trainer. Raises RequestError, on this rank only, if the

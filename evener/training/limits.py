@@ -148,11 +148,11 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step's time that a remedy can shorten.
+    """A part of a step's time that a remedy can shorten, such as waiting for input.
 
-    A remedy is expected to save `seconds` times `spared`, unless a step without the part was
-    measured (`without_s`). A part isn't reported if `remaining_s` would reduce its gain to less
-    than 5 %.
+    The remedy is expected to save `seconds` * `spared`. If a step without the part was measured,
+    its duration (`without_s`) is used instead. `remaining_s` is added to the time that is left. If
+    the gain is then below the `least_gain` of its kind, the part isn't reported.
     """
 
     kind: LimitKind

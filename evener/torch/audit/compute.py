@@ -314,7 +314,7 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
-    """Return each floating-point tensor whose elements all have the same value, and that value.
+    """Return the floating-point tensors whose elements are all equal, each with this value.
 
     Tensors with a single element, and subclasses of Tensor, are left out.
     """

@@ -31,8 +31,8 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
     - `keys`: the keys of a dict; None for others.
     - `items`, `ids`: the items and their ids.
-    - `inner`: items that can change in place, each with the data that restore it.
-    - `empty`: items that were empty containers, which are common and faster to restore.
+    - `inner`: items that can change in place, with the data to restore them.
+    - `empty`: items that were empty containers; they are common, and faster to restore.
     """
 
     keys: list[Any] | None

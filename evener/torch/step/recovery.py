@@ -268,7 +268,7 @@ class Recovery:
 class PassState:
     """The state of random numbers and buffers before a pass, to restore it if the pass fails.
 
-    `constant` has the ids of buffers that passes don't change and that aren't copied.
+    `constant` has the ids of buffers that passes don't change; these aren't copied.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:

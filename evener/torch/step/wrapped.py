@@ -187,8 +187,8 @@ def hook_forward(
 ) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    `forward` returns the batch that is computed, which the model's exchange gets with the outputs.
-    Inputs are moved to `device` unless it is None.
+    `forward` returns the batch that is computed. The model's exchange gets this batch together with
+    the outputs. Inputs are moved to `device` unless it is None.
     """
     hook = _hooks.get(model)
     if hook is None:
