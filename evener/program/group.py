@@ -237,7 +237,10 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which the environment lacks a rank's variables, such as RANK."""
+    """Return a context in which the environment lacks a rank's variables, such as RANK.
+
+    This applies only to a rank of evener's while no other rank runs.
+    """
     # with them, child processes would act as ranks that evener started
     alone = is_eveners_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}

@@ -202,9 +202,9 @@ def floor(kind: str) -> float:
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative difference that rounding alone causes between repeats, by tensor name.
+    """Return the relative difference between the reference and its repeats, by tensor name.
 
-    The result is empty without repeats.
+    It is due to rounding alone. The result is empty without repeats.
     """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors
