@@ -26,7 +26,6 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
     """
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Run the engine's step."""
         return _inner.get()(data)
 
 

@@ -48,7 +48,6 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         self._closed = False
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous backend."""
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -70,7 +69,6 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of the training run."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -83,7 +81,6 @@ class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
 
     @property
     def name(self) -> str:
-        """The name of this rendezvous backend."""
         return SEVERAL_AGENTS
 
 

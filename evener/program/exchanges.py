@@ -396,7 +396,6 @@ class _Complete:
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
 

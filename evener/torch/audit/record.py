@@ -72,7 +72,6 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
     state: torch.Tensor
 
     def restore(self) -> None:
-        """Restore the generator's saved state."""
         self.generator.set_state(self.state)
 
 

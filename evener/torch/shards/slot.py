@@ -34,7 +34,7 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the gradient of this rank's piece is still the one that `keep` recorded.
+        """True if the gradient of this rank's piece is still the one that `Flat.keep` left.
 
         False if the loop has cleared or changed it.
         """

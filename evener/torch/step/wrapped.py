@@ -80,7 +80,6 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.train(module.training)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return the output of the wrapped model."""
         return self.module(*inputs, **options)
 
     @contextmanager
