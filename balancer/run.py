@@ -51,7 +51,7 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything that the run has written to its journal, in this session or before.
+        """A copy of everything that the run has written to its journal, now or in earlier sessions.
 
         Copying is slow, so don't read it for each entry.
         """

@@ -293,9 +293,9 @@ def plan_rivals(
 ) -> tuple[RatedLayout, ...]:
     """Return the layouts to compare a plan with, followed by the sum of all devices alone.
 
-    The layouts are a split, one device alone, and a layout with a larger batch. The split is the
-    even split or, for a plan of one device, the faster of the even and the best split. A layout
-    that wasn't measured is left out.
+    The layouts are a split, one device alone, and a layout with a larger batch, as far as they were
+    measured. The split is the even split or, for a plan of one device, the faster of the even and
+    the best split.
 
     The sum adds up the samples/s of all devices alone, each at its fastest batch. With `at_batch`,
     it prefers measurements at the plan's batch.

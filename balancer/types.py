@@ -152,12 +152,12 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return a solo layout if only one device has samples; otherwise, a split.
 
     `shares` and `micro` have one entry per device. Passes have at most `micro` rows; if it is
-    empty, each share is one pass. In the layout, `micro` is reduced to the rows of the largest
-    pass, and is empty if every share is one pass. Layouts with the same passes are therefore equal.
+    empty, each share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
         return Layout(kind, shares)
+    # reduced to the rows of the largest pass, so that layouts with the same passes are equal
     rows = tuple(
         max(split_passes(share, most)) if share else 0
         for share, most in zip(shares, micro, strict=True)

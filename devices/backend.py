@@ -389,11 +389,9 @@ class Backend(Protocol):
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0, or "".
-
-        Sessions lock the sysfs file at this address, so that different users don't measure on the
-        device at the same time.
-        """
+        """Return the device's PCI address in sysfs notation, such as 0000:3b:00.0, or ""."""
+        # sessions lock the sysfs file at this address, so that different users don't measure on the
+        # device at the same time
         return ""
 
     def daemon_runs(self) -> bool:

@@ -30,10 +30,10 @@ def discover(
 ) -> Discovery:
     """Return the devices that `spec`, the value of `--devices`, names, in its order.
 
-    If `only_visible`, the terms `auto` and `gpu` select only some devices. On this machine, these
-    are the ones that CUDA_VISIBLE_DEVICES or another maker's variable makes visible. A GPU that is
-    named explicitly is used regardless. On a cluster, they are the ones that Ray reserves for this
-    process. `environ` replaces this process's environment.
+    If `only_visible`, the terms `auto` and `gpu` select only devices that CUDA_VISIBLE_DEVICES or
+    another maker's variable makes visible. On a cluster, they select only devices that Ray reserves
+    for this process. A GPU that is named explicitly is used regardless. `environ` replaces this
+    process's environment.
 
     Raises RequestError if the spec is malformed, names a device twice or names one that doesn't
     exist. Raises DeviceError if GPUs were requested and the driver fails, or if the Ray cluster at
@@ -111,9 +111,9 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
     """Return messages about full devices, and messages about devices that other programs use now.
 
     A device is full if its free memory is below 5 % of its memory (at least 600 MiB, at most 2
-    GiB), and also below the device's own limit. Call this before a session starts child processes,
-    which would count as other programs.
+    GiB), and also below the device's own limit. Call this before a session starts child processes.
     """
+    # the session's own child processes would count as other programs
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]
     for _ in range(SETTLE_READS):

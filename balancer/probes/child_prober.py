@@ -530,20 +530,17 @@ class ChildProber:
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True if the link between the ranks on these devices must be checked before they train.
-
-    PyTorch on GPUs needs it: NCCL hangs if the driver reports a path between GPUs that the board
-    doesn't have.
-    """
+    """True if the link between the ranks on these devices must be checked before they train."""
+    # NCCL hangs if the driver reports a path between GPUs that the board doesn't have
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
-    `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split.
-    The workload's digest comes from the first child and never changes. If the child reports a
-    digest of the model, that is used, so that a training script can compare it with its own model.
+    `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split. A
+    digest of the model, if reported, replaces the workload's digest. Otherwise the digest comes
+    from the first child and never changes.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

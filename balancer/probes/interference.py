@@ -50,9 +50,9 @@ CLOSE_SECONDS = 0.2  # timeout for closing all watches
 class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
-    `part` is the fraction of the time in which their kernels ran. `own_part` is the fraction in
-    which the session's kernels ran. A GPU gives its processes time slices, so the sum of both is at
-    most 1. `names` are the names of the other processes.
+    `part` is the fraction of the time in which their kernels ran, and `own_part` the fraction in
+    which the session's kernels ran. Together, they are at most 1. `names` are the names of the
+    other processes.
     """
 
     part: float
@@ -350,8 +350,9 @@ def _add_throttled_time(
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
     """Return the vitals of devices that a probe doesn't use, to compute their power.
 
-    Return an empty mapping if one of the devices is gone, because the probe can run without it.
+    Return an empty mapping if one of the devices is gone.
     """
+    # the probe can run without it
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
     return {}

@@ -163,9 +163,8 @@ def compare(
     """Compare a rival with the chosen layout by their samples/s.
 
     `interval` is the rival's samples/s. `in_turn` is the rival's result in the race; None if it
-    wasn't raced. Each turn of a race measures all layouts once. The gain is normally computed from
-    the samples/s. It is computed from the turns if only these show which layout is faster, or if
-    the samples/s contradict them.
+    wasn't raced. The gain is computed from the turns of the race if only these show which layout is
+    faster, or if the samples/s contradict them.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, interval, layout.shares)

@@ -1050,9 +1050,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 def write_end(verdict: Verdict, words: str) -> str:
     """Return why the search ended, as text, with the names of layouts that tie with the plan.
 
-    `words` is the usual text for the reason. Return "" if the search had nothing left to measure
-    but the recommendation is to measure again, because the two would contradict each other.
+    `words` is the usual text for the reason. Return "" if the reason would contradict the
+    recommendation.
     """
+    # the search had nothing left to measure, but the recommendation is to measure again
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
         return ""

@@ -173,9 +173,9 @@ class Budget:
     def is_cheap(self, seconds: float) -> bool:
         """True if `seconds` are at most 5 % (`PRICE`) of the remaining time.
 
-        Such a short probe may run even if no gain is expected from it. After the race of a search
-        without a budget, the result is always False, because any probe would be cheap.
+        Such a short probe may run even if no gain is expected from it.
         """
+        # after the race of a search without a budget, any probe would be cheap, so none is
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
@@ -217,19 +217,18 @@ class Budget:
     def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return the budget, in seconds, that would have left time for the missing first turns.
 
-        `missing_seconds` is the time that these turns take. Exploration uses a fixed part of a
-        budget, so the turns get only a part of the additional time.
+        `missing_seconds` is the time that these turns take.
         """
+        # exploration uses a fixed part of a budget, so the turns get only a part of the additional
+        # time
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the budget, in seconds, that would have left `grown_seconds` for larger packs.
-
-        Packs may grow only until a fixed fraction of the budget (`GROWS`) is spent. Exploration and
-        the first turns count towards that fraction.
-        """
+        """Return the budget, in seconds, that would have left `grown_seconds` for larger packs."""
+        # packs may grow only until a fixed fraction (GROWS) is spent, which includes exploration
+        # and the first turns
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
 

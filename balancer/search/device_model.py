@@ -309,8 +309,8 @@ class DeviceModel:
         """Return the maximum rows per pass with which the device computes a share.
 
         The share is computed in one pass if that should fit and isn't slower than several passes,
-        or if the device can't use passes. Otherwise, it is divided into passes of about equal size.
-        If `surely`, passes are so small that memory certainly suffices.
+        or if the device can't use passes. Otherwise, passes have about equal sizes. If `surely`,
+        memory certainly suffices for them.
         """
         if surely:
             at_once = self.certain_rows

@@ -58,10 +58,10 @@ def fit_exchange_costs(
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Return the cost in seconds for 0 to `most` devices or hosts; the index is their number.
 
-    Costs are a linear function of the number, and never decrease. If all samples have the same
-    number, smaller numbers are assumed to cost less in proportion, and larger numbers to cost the
-    same. Without samples, all costs are 0.
+    Costs are a linear function of the number, and never decrease. Without samples, all costs are 0.
     """
+    # if all samples have the same number, smaller numbers cost less in proportion, and larger ones
+    # the same
     # the cost of k devices depends on the number of others, k - 1
     found = []
     for k, cost, error in samples:
@@ -241,8 +241,7 @@ class MachineModel:
         """Return a layout of these shares.
 
         A share is divided into passes if it isn't expected to fit in one pass, or if several passes
-        are faster. With `surely`, passes have only as many rows as certainly fit. A device that
-        can't use passes always computes its share in one pass.
+        are faster. With `surely`, passes have only as many rows as certainly fit.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(

@@ -137,9 +137,8 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return a layout's measurements by turn number.
 
-        Only measurements of `stage` are returned. The default is the race or, for a layout with
-        knobs, the stage of knobs. If the race has no turn 0 for the layout, a measurement from
-        before the race takes its place, provided that nothing else ran at the same time. Turns in
+        They are those of `stage`: by default the race or, for a layout with knobs, the stage of
+        knobs. A measurement from before the race may take the place of a missing turn 0. Turns in
         which a device was throttled are left out if there are others. If checks show that the
         machine has changed, only the measurements since the first check are returned.
         """
@@ -148,6 +147,7 @@ class Observations:
         timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
         if stage == Stage.RACE and FIRST_TURN not in found:
+            # only if nothing else ran at the same time
             earlier = [one for one in timed if one.probe.stage in self._uncontended]
             if earlier:
                 found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
@@ -337,9 +337,9 @@ class Observations:
     def raced_splits(self, position: int) -> list[Timed]:
         """Return the device's measurements in the race's splits and in checks of splits.
 
-        Return an empty list before the first check, so that the race doesn't change the candidates
-        that it compares.
+        Return an empty list before the first check.
         """
+        # the race mustn't change the candidates that it compares
         if not self.in_stage(Stage.CHECK):
             return []
         return [one for one in self.raced(position) if _is_plain_split(one.probe.layout)]
@@ -356,7 +356,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
     """Return the sort key of an observation; a probe keeps the observation with the highest key.
 
     OutOfMemory comes before Timed, and Timed before Failed. Of two timed observations, the one with
-    more steps has the higher key. If they have equally many, it is the one with the shorter steps.
+    more steps comes first or, with equally many, the one with shorter steps.
     """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)

@@ -61,8 +61,8 @@ class Packing:
     def best_layout(self) -> Layout | None:
         """Return the best measured pack; if none has run yet, the next one to measure.
 
-        The best pack has the smallest number of trainings that is nearly as fast as the fastest
-        pack. Return None if no pack ran and none is to be measured.
+        The best pack has the fewest trainings of those that are nearly as fast as the fastest.
+        Return None if no pack ran and none is to be measured.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))

@@ -59,12 +59,13 @@ class Predictions:
         """The split with the highest predicted samples/s that should fit; None if there is none.
 
         Unless a fixed batch needs larger shares, each share is limited to batches for which the
-        device's curve can be trusted. Shares are computed in several passes only if memory limits a
-        share, and if passes gain enough to be worth a measurement.
+        device's curve can be trusted.
         """
         at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
             at_once = self._fastest_split_over(self.machine.split_curves)
+        # several passes are only used if memory limits a share, and if they gain enough to be worth
+        # a measurement
         if not self._is_limited_by_memory(at_once):
             return at_once
         devices = [

@@ -77,10 +77,9 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the chosen layout again; empty if none is needed.
 
-        A check is repeated once if a device was throttled in it. It is also repeated while the
-        interval of the winner's samples/s is wide, if further turns may narrow it. No check is
-        needed if no other layout was measured. Return an empty tuple also if the budget doesn't
-        allow the probe.
+        No check is needed if no other layout was measured. A check is repeated once if a device was
+        throttled in it, and while the samples/s are imprecise. Return an empty tuple also if the
+        budget doesn't allow the probe.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):

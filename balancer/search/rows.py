@@ -102,10 +102,10 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best solo layout, perhaps with a variant in one pass; empty if there is none.
+        """Return the best solo layout; empty if there is none.
 
-        A free batch is the device's best batch. A fixed batch may be computed in several passes. If
-        it certainly fits in one pass too, the same batch in one pass follows as a second layout.
+        If the layout has several passes and one pass certainly fits too, the same batch in one pass
+        follows as a second layout.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -211,9 +211,9 @@ class RowPolicy:
     def best_splits(self) -> list[Layout]:
         """Return the splits worth racing, possibly with duplicates.
 
-        They are the preferred measured split, predicted splits that should be better than it, and
-        the fastest measured split. If no measured split still fits, return the predicted fastest
-        split, or an empty list if that may not fit.
+        They are the preferred measured split, predicted splits that should be better, and the
+        fastest measured split. If no measured split still fits, return the predicted fastest split
+        if it certainly fits.
         """
         found = self._split_rates()
         if not found:

@@ -48,8 +48,7 @@ class Search:
 
         If the request has neither a global nor a largest batch, the number of rows limits the batch
         so that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
-        cost. The index of the longest row is only used in the message that no device can hold that
-        row.
+        cost.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -57,8 +56,11 @@ class Search:
             most = _largest_batch_of(facts.rows, problem)
             problem = msgspec.structs.replace(problem, max_global_batch=most)
         if facts.lengths:
+            # the longest row is only for the message that no device can hold it
             problem = msgspec.structs.replace(
-                problem, lengths=facts.lengths, longest_row=facts.longest_row
+                problem,
+                lengths=facts.lengths,
+                longest_row=facts.longest_row,
             )
         if facts.state is not None:
             problem = msgspec.structs.replace(problem, shards=True, state=facts.state)

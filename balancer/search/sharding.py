@@ -455,9 +455,8 @@ def propose(
 ) -> Proposal | None:
     """Return the sharded layout for a division of the state; None if it leaves no room for rows.
 
-    Its rows are those for which the state was divided: the most that fit in one pass. A fixed batch
-    is divided in proportion to them, in as few passes as possible. `needs` predicts the duration of
-    the layout's step.
+    Its rows are the most that fit in one pass. A fixed batch is divided in proportion to them, in
+    as few passes as possible. `needs` predicts the duration of the layout's step.
     """
     quantum, batch = problem.multiple_of, problem.global_batch
     shares = [int(rows) // quantum * quantum for rows in division.rows]

@@ -154,11 +154,9 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone, in the order of their probes.
-
-        A layout has either rows of one length, or a global batch. The global batch has rows of
-        several lengths, which are distributed over passes by cost.
-        """
+        """Return the observations of a device alone, in the order of their probes."""
+        # layouts with rows of one length, or with a global batch, whose rows have several lengths
+        # and are distributed over passes by cost
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
         )

@@ -73,18 +73,18 @@ class TextPolicy:
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """Return the even split of rows over the devices of the best split, the first of `splits`.
 
-        Rows are assigned in the order of the data, like in a training without a plan. A pass has so
-        few rows that it fits even if all of them have the longest length. Return an empty list if
-        there is no such split. `scaling` (even splits over fewer devices) isn't supported for
-        unequal rows.
+        Return an empty list if there is no such split. Even splits over fewer devices (`scaling`)
+        aren't supported for unequal rows.
         """
         if not splits:
             return []
+        # rows are assigned in the order of the data, like in a training without a plan
         split = splits[0]
         devices = self.problem.devices
         even = split_evenly(devices, split.active, split.global_batch, self.machine.quantum)
         if even is None:
             return []
+        # a pass has so few rows that it fits even if all have the longest length
         longest = self.problem.lengths[-1]
         rows = []
         for share, limit in zip(even.shares, self.machine.token_limits, strict=True):

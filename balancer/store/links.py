@@ -105,7 +105,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
     """Return the slowest measured link among the links that join the most of these devices.
 
-    Searches use it to predict how long splits synchronize. Return None if no link was measured.
+    Return None if no link was measured.
     """
     newest = _find_newest(devices, driver)
     widest = max(map(len, newest), default=0)

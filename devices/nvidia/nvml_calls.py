@@ -191,12 +191,13 @@ class Counter:
     """Turns readings of a counter into a rate per second.
 
     The first reading, a wraparound and a reset give no rate. Rates are taken over at least
-    `shortest_seconds`, because drivers update some counters only ten times a second.
+    `shortest_seconds`.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
 
     def __init__(self, shortest_seconds: float = 0.0) -> None:
+        # drivers update some counters only ten times a second
         self._shortest = shortest_seconds
         self._number: float | None = None
         self._at = 0.0

@@ -75,8 +75,8 @@ class Gathering:
     """Replaces `accelerator.gather` so that ranks can have different numbers of rows.
 
     Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
-    pass returns the values of all passes. If memory runs out, a pass is computed in pieces, smaller
-    groups of its rows. `timer` excludes the time spent in gathering from compute time (own work).
+    pass returns the values of all passes. `timer` excludes the time spent in gathering from compute
+    time (own work).
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:

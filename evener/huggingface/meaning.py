@@ -120,12 +120,12 @@ class LossFinder:
     """Determines what a trainer's loss is a mean over, from a few rows.
 
     If batches are computed in several passes, `gathering_in_passes` is the trainer's Gathering;
-    otherwise, None. With passes, a loss that depends on gathered values is refused, because a pass
-    gathers values of fewer rows than the batch has.
+    otherwise, None. A loss that depends on gathered values is then refused, because a pass gathers
+    values of fewer rows than the batch has.
 
-    If the model is sharded, by the plan or by FSDP2, ranks gather its layers in each pass.
-    Therefore all ranks have to compute the same passes, and the first rank's comparisons decide for
-    all ranks. If no rank has the gradient of a few rows, losses are compared.
+    If the model is sharded, all ranks have to compute the same passes, and the first rank's
+    comparisons decide for all ranks. If no rank has the gradient of a few rows, losses are
+    compared.
     """
 
     def __init__(

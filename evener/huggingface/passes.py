@@ -172,10 +172,8 @@ class TrainerPasses:
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass.
-
-        Such a backward pass can't be retried in pieces, because its gradients can't be undone.
-        """
+        """Add a hook to a pass's loss that notices if the trainer itself starts a backward pass."""
+        # such a backward pass can't be retried in pieces, because its gradients can't be undone
         if loss.requires_grad:
             loss.register_hook(lambda _: self._passes.note_backward())
 

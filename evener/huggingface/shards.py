@@ -116,11 +116,9 @@ def find_autocast(accelerator: Any) -> torch.dtype | None:
 
 
 def keep_no_casts(accelerator: Any) -> None:
-    """Disable autocast's cache of half-precision copies of the weights.
-
-    Only the weights of a few layers are gathered at a time. The cache would keep copies of the
-    weights of all layers until the end of the forward pass.
-    """
+    """Disable autocast's cache of half-precision copies of the weights."""
+    # Only the weights of a few layers are gathered at a time. The cache would keep copies of the
+    # weights of all layers until the end of the forward pass.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 

@@ -513,9 +513,8 @@ def _without_graph_optimization() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Return a context that restores attributes of the model, its layers and its loss on exit.
 
-    Attributes that hold tensors or plain values are restored. The context provides a dictionary
-    that is filled on exit: it has each plain value that had changed, by the names of layer and
-    attribute.
+    Attributes that hold tensors or plain values are restored. On exit, the context's dictionary is
+    filled with the plain values that had changed, by the names of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]

@@ -94,10 +94,9 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks of this process for a `fit`, with `GroupSync` as the last one.
 
-    `given` is the argument of `fit`. Only the first process writes files. The other processes
-    therefore lose the callbacks in WRITERS, and their ModelCheckpoint only updates its best value.
-    If a callback of any process may stop the training within an epoch, the processes check after
-    each batch whether one of them has stopped.
+    `given` is the argument of `fit`. Only the first process keeps callbacks that write files. If a
+    callback of any process may stop the training within an epoch, the processes check after each
+    batch whether one of them has stopped.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -176,10 +175,10 @@ def save_whole(
 ) -> Any:
     """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
-    A reader always finds a complete file, even if the process is killed while it saves. The
-    temporary file's name contains `rank`. A file with another suffix, a remote file, and a file
-    saved with `zipped` or `overwrite` set to False are saved directly.
+    A file with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to
+    False are saved directly. The temporary file's name contains `rank`.
     """
+    # a reader always finds a complete file, even if the process is killed while it saves
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):

@@ -139,11 +139,8 @@ def check_passes(model: Any, rows: int) -> None:
 
 
 def check_assigned(weights: Sequence[Any]) -> None:
-    """Raise RequestError if `weights` isn't empty.
-
-    `weights` are the trainable weights that a call of the model has assigned. Such an assignment
-    would be lost, because each device has its own copy of the weights.
-    """
+    """Raise RequestError if a call of the model has assigned trainable weights."""
+    # such an assignment would be lost, because each device has its own copy of the weights
     if weights:
         seen = (
             f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; "

@@ -354,12 +354,12 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
     """Return the positions of the devices, in groups of devices of equal speed.
 
     Each device is as fast as the first device of its group, except for noise. A lost device is
-    alone in its group. Devices with different `limits` (`Problem.limits`) are never in one group,
-    because in the training they may use different fractions of the hardware. If `limits` is empty,
-    all are equal.
+    alone in its group. Devices with different `limits` (`Problem.limits`) are never in one group.
+    If `limits` is empty, all are equal.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
+    # in the training, such devices may use different fractions of the hardware
     part = limits or (0,) * len(devices)
 
     def same(one: int, other: int) -> bool:

@@ -36,8 +36,8 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
     """Return the duration of the collectives in one pass of a sharded training, in seconds.
 
-    They gather the parameters, of `size` bytes, and reduce the gradients. Latency isn't included:
-    the number of collectives depends on how the model is divided into units, which isn't known.
+    They gather the parameters, of `size` bytes, and reduce the gradients. Latency isn't included.
     """
+    # the number of collectives depends on how the model is divided into units, which isn't known
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)
     return SHARDS_REDUCES * all_reduce_seconds(size, ranks, bandwidth)

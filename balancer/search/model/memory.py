@@ -52,9 +52,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, in rising order, for fitting lines.
 
-        From the largest batch down, each batch is kept that is clearly smaller than the last one
-        kept. If that leaves a single point, the first and the last of all points are used.
+        If only one would be left, they are the first and the last of all points.
         """
+        # from the largest batch down, each batch is kept that is clearly smaller than the last one
+        # kept
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
             if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
@@ -120,11 +121,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        The memory line predicts it, if the line is known and no smaller batch has failed.
-        Otherwise, as long as no batch has failed, it is `BLIND_GROWTH` times the largest that ran.
-        After a failure, it is a batch between the largest that ran and the smallest that failed.
-        With `optimistic`, it is instead the batch just below the smallest that failed, until a
-        second attempt fails. Return 0 if no batch can fit.
+        - Before any failure, it is the batch that the memory line predicts or, without a line,
+          `BLIND_GROWTH` times the largest that ran.
+        - After a failure, it is a batch between the largest that ran and the smallest that failed.
+          With `optimistic`, it is just below the latter, until a second attempt fails.
+
+        Return 0 if no batch can fit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -146,9 +148,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is usually the batch of `largest_to_try`, which may not fit. In two cases, it is the
-        largest batch that ran: if memory use in bytes is unknown and `bold` is False, and if two
-        failures have refuted the memory line.
+        It is the batch of `largest_to_try`, which may not fit, or the largest batch that ran. The
+        latter is returned if two failures have refuted the memory line or, unless `bold`, if memory
+        use in bytes is unknown.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
