@@ -56,7 +56,7 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts whose own best batch isn't measured, such as placements.
+        """The global batch for layouts that have no measured best batch, such as placements.
 
         None until exploration has found it, and if rows are assigned by cost.
         """

@@ -80,7 +80,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """The search requested these probes, all of which run at the same time."""
+    """The probes that the search requested; all of them run at the same time."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # on the session's clock
@@ -156,7 +156,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The session clock's time, in seconds, at which a resumed run continues.
+        """The time of the session's clock, in seconds, at which a resumed run continues.
 
         It is the time of the pending request for probes. Without one, it is the time of the last
         observation.
@@ -168,7 +168,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The entry with which the run last ended.
+        """The last end of the run, with or without a plan.
 
         None if the run hasn't ended, or if something was measured later.
         """
@@ -184,7 +184,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The entry with which the run last ended, if that was with a plan; otherwise, None."""
+        """The last end of the run, if it was an end with a plan; otherwise, None."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 

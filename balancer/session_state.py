@@ -154,9 +154,9 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
-    """Return the fewest rows per pass with which a device alone ran out of memory.
+    """Return the fewest rows in one pass for which a device alone ran out of memory.
 
-    `device` is its position. Return None if it never ran out of memory.
+    `device` is the device's position. Return None if it never ran out of memory.
     """
     failed = [
         each.seen.probe.layout.pass_rows[device]
@@ -364,7 +364,7 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLay
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of the even split with which the plan is compared."""
+    """Return the name of the even split that the plan is compared with."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return "even split"

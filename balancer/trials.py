@@ -156,7 +156,7 @@ def repeat_probe(
 
 @contextmanager
 def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """Lock the job's devices, or only those at `positions`, and yield a prober for the job."""
+    """Lock the job's devices, or some of them, and yield a prober for the job."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 

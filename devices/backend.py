@@ -252,7 +252,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The settings with which a child process starts so that it uses only its own devices.
+    """The settings that restrict a child process to its own devices.
 
     The child itself applies `address_space_bytes`, by calling `cap_address_space`.
     """

@@ -60,7 +60,7 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Return the free memory of the machine in bytes, or that of the container if it is less."""
+    """Return the free memory of the machine or of the container, whichever is less, in bytes."""
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
@@ -98,7 +98,7 @@ CPUS = Path("/sys/devices/system/cpu")
 class CpuSource:
     """A source that samples CPU slices.
 
-    The memory readings are those of the whole machine, because slices share its memory.
+    Memory readings are for the whole machine, because slices share its memory.
     """
 
     def __init__(

@@ -271,7 +271,7 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return the seconds for which one device computes in a step of `share` rows.
+        """Return how long one device computes in a step of `share` rows, in seconds.
 
         The rows are divided into `passes` passes. If `busy_together`, other devices compute at the
         same time, which may slow this one down (contention).
@@ -306,7 +306,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time: that of the noisiest device.
+        """Return the relative standard deviation of a step time, of the noisiest device.
 
         `shares` has the rows of each device. Devices without rows don't count.
         """

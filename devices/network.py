@@ -72,9 +72,10 @@ def find_source_address(host: str) -> str:
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
-    """Return the address at which the other hosts can reach this host, which they know as `host`.
+    """Return the address at which the other hosts can reach this host.
 
-    If this name resolves to loopback, return the source address of packets to the other hosts.
+    `host` is this host's name among them. If it resolves to loopback, return the source address of
+    packets to the other hosts.
     """
     # a machine's own name often resolves to loopback, such as 127.0.1.1 on Debian
     named = [str(address[0]) for *_, address in resolve(host)]

@@ -83,7 +83,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _LastReading(NamedTuple):
-    """The previous reading of a process, from which its CPU use since then is computed."""
+    """The previous reading of a process, to compute its CPU use since then."""
 
     facts: ProcessReading
     started: bytes  # start in clock ticks since boot, to recognize a reused pid

@@ -128,7 +128,7 @@ class Sampler:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks since the start, including those no longer in the history."""
+        """The number of ticks since the start, including ticks that have left the history."""
         with self._lock:
             return self._history.count
 

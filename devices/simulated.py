@@ -231,7 +231,7 @@ FULL_LINK_BYTES = 9e9
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """The load of a simulated device at a point in time, from which its readings are derived."""
+    """The load of a simulated device at a point in time, which determines its readings."""
 
     samples_per_second: float
     busy: float  # fraction of time in which the device computes

@@ -211,8 +211,8 @@ class TrainingRates:
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
         """Return the tokens/s of a process, and its padding in percent.
 
-        The numbers are those of the last call of `by_process`. Both are unsupported readings if the
-        process reports no tokens.
+        They are from the last call of `by_process`. Both are unsupported readings if the process
+        reports no tokens.
         """
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:

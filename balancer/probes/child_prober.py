@@ -538,9 +538,9 @@ def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
     """Return the facts `before`, updated with the facts that one more child has `found`.
 
-    `engine` is what synchronizes the ranks of that child's split; "" if its layout isn't a split. A
-    digest of the model, if reported, replaces the workload's digest. Otherwise the digest comes
-    from the first child and never changes.
+    `engine` synchronizes the ranks of the child's split; "" if its layout isn't a split. A digest
+    of the model, if reported, replaces the workload's digest. Otherwise the digest comes from the
+    first child and never changes.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]

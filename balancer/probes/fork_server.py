@@ -227,7 +227,7 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Make this process adopt its descendants when their parents exit.
 
-    So the copy of a child that has exited still counts as a process of this search.
+    The copy of a child then counts as a process of this search even after the child has exited.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

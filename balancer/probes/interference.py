@@ -267,7 +267,7 @@ class ProbeInterference:
     """Records how much a probe's devices were throttled in each block, and the power they drew.
 
     `positions` are the devices of the probe. `idle` has the vitals of unused devices before the
-    probe, from which their power is computed.
+    probe, to compute their power.
     """
 
     def __init__(

@@ -111,8 +111,8 @@ def build_commands(
 ) -> list[Build]:
     """Return one build command per child.
 
-    `assigned` and `environments` have the devices and the environment of each child. `peers` has
-    one address (or file) per rank, at which the ranks of a group meet. If it is empty, the children
+    `assigned` and `environments` have the devices and the environment of each child. `peers` has,
+    for each rank, the address or file at which it meets the others. It is empty if the children
     don't form a group.
     """
     request = resolved.request
@@ -199,7 +199,7 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its full speed at which a device should compute; 1 for a GPU."""
+    """Return the fraction of full speed to which a device is limited; 1 for a GPU."""
     # CPU slices with a limit are slowed by spinning; GPUs are limited by their driver
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100

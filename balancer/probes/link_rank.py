@@ -51,8 +51,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 class Summed(msgspec.Struct, frozen=True, tag=True):
     """The reply to `Sum`: the measured latency and speed of the all-reduce.
 
-    The fields are those of `evener.torch.sums.link.LinkSums`. `wrong` describes an incorrect sum;
-    "" if all were correct.
+    It has the fields of `evener.torch.sums.link.LinkSums`. `wrong` describes an incorrect sum; ""
+    if all were correct.
     """
 
     latency_seconds: float

@@ -143,7 +143,7 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return environment variables with which an all-reduce between these devices works.
+    """Return environment variables that make an all-reduce between these devices work.
 
     An example is NCCL_P2P_DISABLE=1. Return "" if no setting gives correct sums.
     """

@@ -223,8 +223,8 @@ def find_left_out(
 ) -> tuple[LeftOut, ...]:
     """Return the devices that can't be used, with the reasons.
 
-    On such a device, no probe has succeeded since the first failure. If earlier probes had
-    succeeded, the device is returned only if it was lost or the plan doesn't use it.
+    A device can't be used if every probe since its first failure has failed. If it had succeeded
+    before, it is returned only if it was lost or the plan doesn't use it.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()

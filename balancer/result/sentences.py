@@ -219,7 +219,7 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even_split(verdict: Verdict) -> Rival | None:
-    """Return the even split with which uneven shares are compared; None if there is none."""
+    """Return the even split to compare uneven shares with; None if there is none."""
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
@@ -243,7 +243,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device with which the plan is compared; None if there is none.
+    """Return the single device to compare the plan with; None if there is none.
 
     A plan with one device is compared with another device. Return None also if nothing can be said
     about the gain.
@@ -793,7 +793,7 @@ def _write_range(middle: str, low: str, high: str) -> str:
 
 
 def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
-    """Yield that an epoch has too few steps to learn much, if evener chose the batch."""
+    """Yield a warning of an epoch too short to learn much, if evener chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return

@@ -224,9 +224,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     """Return the seconds of a step that waits for no rows, and half of their 95 % interval.
 
-    It is the mean over the measurements in which such steps were timed; None if there are none.
-    Its error is the largest of three: that of the timed steps, the one seen between measurements,
-    and the one that is usual between measurements.
+    Return None if no such steps were timed.
     """
     scaled = []
     errors = []
@@ -240,6 +238,7 @@ def _find_step_without_input(measured: _Measured) -> tuple[float, float] | None:
     count = len(scaled)
     mean = fmean(scaled)
     apart = student(count - 1) * stdev(scaled) / math.sqrt(count) if count > 1 else 0.0
+    # the error is at least the one that is usual between measurements
     usual = KEPT_ERROR * mean / math.sqrt(count)
     return mean, max(fmean(errors), apart, usual)
 

@@ -306,7 +306,7 @@ class DeviceModel:
         )
 
     def rows_per_pass(self, share: int, surely: bool) -> int:
-        """Return the maximum rows per pass with which the device computes a share.
+        """Return the maximum rows per pass that the device uses for a share.
 
         The share is computed in one pass if that should fit and isn't slower than several passes,
         or if the device can't use passes. Otherwise, passes have about equal sizes. If `surely`,

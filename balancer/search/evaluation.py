@@ -92,7 +92,7 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the failed probes to retry: those of the solo stage, or one of a later stage."""
+        """Return the failed probes to retry: all of the solo stage, or one of a later stage."""
         failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)

@@ -249,10 +249,9 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares whose passes ran before or certainly fit.
+        """Return a layout of these shares in which every pass ran before or certainly fits.
 
-        The passes are the fastest ones if those are safe; otherwise, smaller ones. Return None if
-        no passes are safe.
+        The fastest passes are preferred. Return None if no passes are safe.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)

@@ -137,10 +137,10 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return a layout's measurements by turn number.
 
-        They are those of `stage`: by default the race or, for a layout with knobs, the stage of
-        knobs. A measurement from before the race may take the place of a missing turn 0. Turns in
-        which a device was throttled are left out if there are others. If checks show that the
-        machine has changed, only the measurements since the first check are returned.
+        `stage` is by default the race or, for a layout with knobs, the stage of knobs. A
+        measurement from before the race may take the place of a missing turn 0. Turns in which a
+        device was throttled are left out if there are others. If checks show that the machine has
+        changed, only the measurements since the first check are returned.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -182,7 +182,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks by turn, without those that were slowed only temporarily."""
+        """Return a layout's checks by turn, without checks that were slowed only temporarily."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         # a device that was throttled in a check, but not in its last measurement
@@ -223,7 +223,7 @@ class Observations:
 
         A layout may not run again in three cases:
 
-        - Another layout with no more rows on any of the same devices ran out of memory.
+        - With as many rows or fewer, the same devices ran out of memory in a layout of this kind.
         - Other processes now hold memory that the layout needs.
         - A device has gone.
         """
@@ -311,7 +311,7 @@ class Observations:
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the maximum rows per pass with which the device ran alone in exploration.
+        """Return the most rows per pass that the device has run alone in exploration.
 
         Return 0.5 if it never ran alone: callers divide by the result, and it is below any batch.
         """

@@ -59,10 +59,10 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured pack; if none has run yet, the next one to measure.
+        """Return the best measured pack; if none has run yet, the pack to measure next.
 
-        The best pack has the fewest trainings of those that are nearly as fast as the fastest.
-        Return None if no pack ran and none is to be measured.
+        It has the fewest trainings of all packs that are nearly as fast as the fastest. Return None
+        if no pack ran and none is to be measured.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))

@@ -78,7 +78,7 @@ class RowDemand(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return the number of rows with which a step takes `seconds`."""
+        """Return how many rows a step has that takes `seconds`."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
@@ -330,8 +330,8 @@ class Sharding:
     def policy(self) -> RowPolicy:
         """The policy that chooses each device's rows, as in a training without shards.
 
-        It sees all observations as those of a training without shards. A device's memory is what
-        its part of the state leaves free.
+        Observations are seen as in such a training. A device's memory is what its part of the state
+        leaves free.
         """
         division = self._division or StateDivision((), limits=self._problem.memory_bytes)
         held = [

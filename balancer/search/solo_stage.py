@@ -151,7 +151,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _add_other_devices(self, wanted: Batches) -> Batches:
-        """Return the round's batches, with new ones for further devices that join the round."""
+        """Return the round's batches, and a batch for each further device that joins the round."""
         # all devices should compute at the same time, like in a split
         longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -167,7 +167,7 @@ class SoloStage:
         return batches
 
     def _fill_round(self, due: Batches) -> Batches:
-        """Return the round's batches, with further ones for idle devices that don't prolong it."""
+        """Return the round's batches, and batches for idle devices that don't prolong the round."""
         longest = max(self._probe_seconds(one, batch) for one, batch in due.items())
         idle = {
             one: batch

@@ -148,7 +148,7 @@ class SplitStage:
         return None
 
     def _longest_first_step(self, wanted: Allocation) -> float:
-        """Return the longest step, in seconds, with which a first split fits the budget."""
+        """Return how long, in seconds, a step of the first split may take within the budget."""
         # `wanted` is the fastest split, whose steps take too long
         layout = self._predictions.layout(wanted)
         least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)

@@ -225,10 +225,7 @@ class TextModel(MachineModel):
         )
 
     def _contention_factor(self, position: int, alone: StepCost) -> float:
-        """Return the ratio of a device's compute time in splits to that of the device alone.
-
-        Without measurements, the ratio is 1.
-        """
+        """Return how many times longer a device computes in splits than alone; 1 if unknown."""
         own = 0.0
         expected = 0.0
         for one in self.splits:
@@ -309,7 +306,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def devices_with_cost(self) -> tuple[int, ...]:
-        """The positions of the usable devices whose cost is known."""
+        """The positions of the usable devices with a known cost."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:

@@ -57,10 +57,10 @@ class TimeLeft:
     def growth(self, step_seconds: float) -> float:
         """Return the factor by which the next batch may exceed one with steps of `step_seconds`.
 
-        It is for a level curve, which shows nothing about larger batches. Even if a step takes
-        longer in proportion to the batch, two steps must fit in a fixed part of the time that
-        exploration has left. If a probe times only one step, this step may take `BOLD` times the
-        time left. The factor is at least 1, and infinite if `step_seconds` is 0.
+        The factor is for a level curve, which shows nothing about larger batches. A step may take
+        longer in proportion to the batch. Even then, two steps must fit in a fixed part of
+        exploration's remaining time. If a probe times only one step, this step may take `BOLD`
+        times the remaining time. The factor is at least 1, and infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -116,8 +116,7 @@ class TimeLeft:
 
     @cached_property
     def lone_overhead_seconds(self) -> float:
-        """The additional seconds that a typical probe's first step takes, compared with a later
-        step.
+        """The seconds that a typical probe's first step takes longer than a later step.
 
         A probe that times a single step takes this time in addition to `LONE_STEPS` steps.
         """

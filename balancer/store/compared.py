@@ -279,7 +279,7 @@ def _weighted_mean(windows: Sequence[StepsEntry], metric: Callable[[StepsEntry],
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the differences of the parts of a step, such as input, with their intervals."""
+    """Return the differences between the parts of two trainings' steps, with their intervals."""
     # none if a training's ranks don't report the parts
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):

@@ -72,10 +72,11 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Lock the job's devices, or only those at `positions`, until the returned stack is closed.
+    """Lock the job's devices until the returned stack is closed.
 
-    `run` is the id of the run to name to other sessions. Shared and simulated devices aren't
-    locked. Raises DeviceError if another session has one of the devices.
+    If `positions` is given, only the devices at these positions are locked. `run` is the run's id,
+    which other sessions show. Shared and simulated devices aren't locked. Raises DeviceError if
+    another session has one of the devices.
     """
     if job.request.share or job.machine is not None:
         return ExitStack()
@@ -174,7 +175,7 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 def kernel_files(device: Device) -> list[Path]:
     """Return the paths of the files by which the kernel shows a device; empty if unknown.
 
-    A CPU slice has one file per core. A GPU has one file, at its address on the PCI bus.
+    A CPU slice has one file per core. A GPU has one file, named after its address on the PCI bus.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]

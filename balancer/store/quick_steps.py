@@ -134,7 +134,7 @@ def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) ->
 
 
 def _find_quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
-    """Return the lowest value at which the fraction `part` of the total weight is reached."""
+    """Return the lowest value that reaches the fraction `part` of the total weight."""
     wanted = part * math.fsum(weights)
     below = 0.0
     pairs = sorted(zip(values, weights, strict=True))

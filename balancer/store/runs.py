@@ -85,8 +85,8 @@ class RunSummary(msgspec.Struct, frozen=True):
 class StoredRun(msgspec.Struct, frozen=True):
     """A search, as read from its journal.
 
-    `end` is the end of the run with its plan. For a run that was cut off, the plan is computed from
-    its measurements. `end` is None if they give no plan.
+    `end` is the run's end with its plan; None if there is no plan. For a run that was cut off, the
+    plan is computed from its measurements.
     """
 
     record: JournalContents

@@ -223,7 +223,7 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message for a device from which nothing can be read at present; "" for any other."""
+    """Return a message if nothing can be read from a device at present; otherwise, ""."""
     vital = (
         sample.utilization_percent,
         sample.memory_used_bytes,

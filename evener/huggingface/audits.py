@@ -151,7 +151,7 @@ class TrainerComputations:
     ) -> Computation:
         """Return the computation of a few rows that are divided into shares.
 
-        `batches` has a batch for each share, and `sizes` has their numbers of rows. Each batch is
+        `batches` has a batch for each share, and `sizes` the numbers of rows. Each batch is
         computed in passes of up to `micro` rows, or in one pass if `micro` is 0. With `excess`, the
         loss keeps the factor by which the trainer's own loss is too large.
         """
@@ -214,7 +214,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Cut a part into passes of up to `micro` rows, if possible; return them with their sizes."""
+    """Cut a part into passes of up to `micro` rows, if possible; return them with their rows."""
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

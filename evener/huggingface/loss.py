@@ -34,8 +34,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def excess(self) -> int:
         """The factor by which the trainer's own loss is too large.
 
-        Some trainers multiply a loss that is a mean by the number of processes. The factor is then
-        this number; otherwise, it is 1.
+        It is the number of processes if the trainer multiplies a mean by it; otherwise, 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 

@@ -236,10 +236,11 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return those of the `names`, such as "labels", that the loss may be a mean over.
+        """Return the names, such as "labels", of what the loss may be a mean over.
 
         If only losses can be compared, the name that fits best comes first.
         """
+        # `names` are the names to choose from
         few = self._few
         fitting = []
         far = {}

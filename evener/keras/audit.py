@@ -107,7 +107,7 @@ class Finding(msgspec.Struct):
 class StepAudit:
     """Audits the steps of a model that an engine trains.
 
-    `plain` are Keras' own steps, with which the engine's steps are compared. With `strict`, a
+    `plain` are Keras' own steps, to which the engine's steps are compared. With `strict`, a
     confirmed difference raises RequestError in any step. `pass_rows` is the number of rows in the
     engine's largest pass; None without passes.
     """
@@ -639,7 +639,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_logs(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn about each logged value that differs between two results whose gradients agree."""
+        """Warn about each logged value that differs between results with equal gradients."""
         for name, one in reference.logs.items():
             other = trained.logs.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -798,7 +798,7 @@ class StepAudit:
         return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
-        """True if `fine` is True in all processes, each of which has to call this method."""
+        """True if `fine` is True in every process; all of them have to call this method."""
         if self._group is None:
             return fine
         (failed,) = self._group.sum_now([tf.constant(0.0 if fine else 1.0)])

@@ -41,7 +41,7 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """The results of the model's call in Keras' own step, from which the step computes its loss."""
+    """The results of the model's call in Keras' own step, which determine the step's loss."""
 
     outputs: Tensors  # with the masks that Keras attaches
     losses: list[Any]  # losses of layers, then of the weights' regularizers
@@ -336,7 +336,10 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the `StepCall` for its parts in a graph, with masks on the outputs; None for None."""
+    """Return the `StepCall` that consists of these parts, with its outputs' masks set.
+
+    Return None if `call` is None.
+    """
     if call is None:
         return None
     outputs, masks, losses, attributes = call
@@ -378,7 +381,7 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
 
 
 def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
-    """Return the random sums of all gradients that have only one row, such as those of biases."""
+    """Return the random sums of all gradients with only one row, such as gradients of biases."""
     sizes = [each.shape[1] for each in vectors]
     # there are many of them, so they are computed together
     joined = tf.concat([tf.cast(each, tf.float64) for each in vectors], 1)

@@ -30,7 +30,7 @@ _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without 
 
 
 class AssignedArrays(NamedTuple):
-    """A global batch whose rows are assigned to devices by length, and sorted by device."""
+    """A global batch with its rows assigned to devices by length, and sorted by device."""
 
     data: Tensors
     edges: Any  # the first row of each device, then the number of rows
@@ -108,7 +108,7 @@ def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
     """Cut the second axis of the tensors in x to the length `steps`.
 
-    A tensor is left unchanged if its second axis isn't as long as that of the first tensor.
+    Tensors are left unchanged if their second axis isn't as long as the first tensor's.
     """
     whole = _count_steps(x)
     return keras.tree.map_structure(

@@ -137,8 +137,9 @@ def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[An
 
     A margin is left minus right side, so adding an amount to the left side changes the margin. For
     each comparison, `margins` has the margins of the whole batch. `apart` has the largest distance
-    d of each margin from those of the batch's parts. The first amounts change the margins to d / 2,
-    and the second ones to -d / 2. Where the batch and its parts agree, d and the amounts are 0.
+    d between each margin and the margins of the batch's parts. The first amounts change the margins
+    to d / 2, and the second amounts to -d / 2. Where the batch and its parts agree, d and the
+    amounts are 0.
     """
     for side in (0.5, -0.5):
         yield [

@@ -121,8 +121,8 @@ def draws_alike(model: Any) -> Iterator[None]:
     """Return a context in which a step draws the same random numbers for any part of a batch.
 
     A step traced in this context gives comparable results on a part and on the whole batch. The
-    context includes `equal_rows` and fixes TensorFlow's seed. Keras' seed generators that belong to
-    the model keep their own seeds.
+    context includes `equal_rows` and fixes TensorFlow's seed. The model's own seed generators keep
+    their seeds.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)

@@ -240,7 +240,7 @@ def _list_throttled_since(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Return the device's points from those observations in which no device was throttled."""
+    """Yield the device's points from observations in which no device was throttled."""
     timed = (one for one in seen if isinstance(one, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 

@@ -124,7 +124,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         - Before any failure, it is the batch that the memory line predicts or, without a line,
           `BLIND_GROWTH` times the largest that ran.
         - After a failure, it is a batch between the largest that ran and the smallest that failed.
-          With `optimistic`, it is just below the latter, until a second attempt fails.
+          With `optimistic`, it is just below the smallest that failed, until a second attempt
+          fails.
 
         Return 0 if no batch can fit.
         """
@@ -148,9 +149,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is the batch of `largest_to_try`, which may not fit, or the largest batch that ran. The
-        latter is returned if two failures have refuted the memory line or, unless `bold`, if memory
-        use in bytes is unknown.
+        It is usually the batch of `largest_to_try`, which may not fit. If two failures have refuted
+        the memory line, it is the largest batch that ran. The same applies if memory use in bytes
+        is unknown, unless `bold`.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

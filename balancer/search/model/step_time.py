@@ -193,9 +193,9 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """Return the batch of each point, and the factor by which to multiply the line there.
+    """Return the factors by which to multiply the line, each with its batch.
 
-    Return an empty list if noise explains all deviations.
+    Return an empty list if noise explains all deviations from the line.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -309,7 +309,7 @@ class Stairs(msgspec.Struct, frozen=True):
         )
 
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
-        """Return the smallest and the largest batch with which level number `level` may end."""
+        """Return the smallest and the largest batch at which level number `level` may end."""
         earliest = min(
             math.floor((level - most) / each + ROUNDING) for each, _, most in self.places
         )
