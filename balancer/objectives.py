@@ -20,7 +20,8 @@ class Objective(msgspec.Struct, frozen=True):
     """A metric to maximize; samples/s unless a subclass overrides it.
 
     If `trades_speed`, the search chooses among the layouts that are at most a given fraction slower
-    than the fastest. It takes the one with the highest `value`. Otherwise it chooses by speed.
+    than the fastest. Of these, it takes the layout with the highest `value`. Otherwise it chooses
+    by speed.
     """
 
     name: str  # its name on the command line, in journals and in JSON

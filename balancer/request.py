@@ -82,7 +82,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def problem(self) -> Problem:
         """The problem for the search to solve.
 
-        It is the same for a new job and for one that was read from a journal.
+        It is the same for a new job and for a job that was read from a journal.
         """
         request = self.request
         devices = self.devices

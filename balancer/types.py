@@ -404,7 +404,7 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """Return an observation with today's stage, for one from a journal up to version 0.1."""
+    """Return an observation from a journal up to version 0.1 with today's stage."""
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 

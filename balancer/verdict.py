@@ -182,7 +182,7 @@ class UnequalDevices(msgspec.Struct, frozen=True):
     """Two devices of the same product whose speeds differ much at the same batch.
 
     `fast` and `slow` are their labels. `ratio` is the faster device's samples/s divided by the
-    slower one's.
+    slower device's.
     """
 
     fast: str

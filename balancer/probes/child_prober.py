@@ -576,8 +576,8 @@ def make_prober(
     """Return a prober for a job, real or simulated, whose clock starts at `start_seconds`.
 
     Tracebacks of children are written to `error_file`. `link` is the saved speed of the link
-    between the devices. Simulated probes stop at `end_seconds` on the simulated clock. The session
-    stops real ones.
+    between the devices. Simulated probes stop at `end_seconds` on the simulated clock. Real probes
+    are stopped by the session.
     """
     if job.machine is not None:
         return SimulatedProber(

@@ -334,8 +334,8 @@ class ChildGroup:
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Make every rank release unused memory, and return the bytes that the group still holds.
 
-        The bytes are by device position; unknown ones are left out. Raises GroupError if a rank
-        fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
+        The result has the bytes by device position; unknown numbers are left out. Raises GroupError
+        if a rank fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -106,8 +106,8 @@ NO_CHANNEL = -1
 class ForkServer:
     """Forks children that call `run`, and reports their exit codes.
 
-    Requests arrive on `channel`. `run` gets this process's pid and the descriptor of a channel on
-    which the child may fork copies of itself; NO_CHANNEL if there is none.
+    Requests arrive on `channel`. `run` gets this process's pid, and the descriptor of a channel for
+    copies of the child; NO_CHANNEL if there is none.
     """
 
     def __init__(self, channel: socket.socket, run: Callable[[int, int], object]) -> None:
@@ -327,7 +327,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _note_build(self, obstacle: str) -> None:
-        """Record that a child has built its workload, and why it can't be shared; "" if it can."""
+        """Record that a child has built its workload, and the obstacle to sharing it, if any."""
 
     @abstractmethod
     def _release(self) -> None:

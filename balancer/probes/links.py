@@ -119,8 +119,8 @@ def measure_links(
 ) -> tuple[LinkMeasurement, ...]:
     """Measure every pair of devices and all devices together, over each of their transports.
 
-    `program` is the command that runs a rank. `report` is called after each measurement, before a
-    remedy for a failed one is sought.
+    `program` is the command that runs a rank. `report` is called after each measurement. If a
+    measurement fails, a remedy is sought after that.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:

@@ -67,7 +67,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return each measured batch that is faster than all smaller ones, in increasing order."""
+    """Return each measured batch that is faster than all smaller batches, in rising order."""
     # each has two rates: its samples/s, and samples/s in very small batches that improve the model
     # equally fast
     chosen = report.chosen

@@ -102,7 +102,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """Return the gain of the chosen layout over this one.
+        """Return the gain of the chosen layout over this layout.
 
         It was measured in turns, or is computed from the samples/s as they are printed.
         """
@@ -233,7 +233,7 @@ def is_comparable(
 ) -> bool:
     """True if the gain of the chosen layout over another layout can be stated.
 
-    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other one. Empty
+    `own` and `own_shares` describe the chosen layout, `other` and `shares` the other layout. Empty
     `shares` stand for the sum of all devices alone. The gain would be misleading in three cases:
 
     - One of the rates is too uncertain.

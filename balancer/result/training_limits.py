@@ -108,8 +108,8 @@ class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
     - `turns`: the measurements in which the parts of a step are known.
-    - `looks`: those that also timed steps without input or without a slow host.
-    - `closer`: the last of them; None if there is none.
+    - `looks`: the measurements that also timed steps without input or without a slow host.
+    - `closer`: the last of these; None if there is none.
     """
 
     def __init__(

@@ -251,7 +251,7 @@ class Budget:
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
-        """Return how many seconds longer a probe's first step takes than a later one."""
+        """Return how many seconds longer a probe's first step takes than a later step."""
         own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
         # for a layout that was never measured
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds

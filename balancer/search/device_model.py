@@ -224,9 +224,9 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The maximum rows per pass if a share is computed in several passes; 0 if it can't be.
+        """The maximum rows per pass if a share needs several passes; 0 if passes can't be used.
 
-        They are the largest batch for which the curve can be trusted, or fewer rows if these were
+        It is the largest batch for which the curve can be trusted, or less if fewer rows were
         clearly faster per row.
         """
         if not self._may_use_passes or self.solo_curve is None:

@@ -65,7 +65,7 @@ class Offers:
 
     @cached_property
     def _offered_candidates(self) -> tuple[Candidate, ...]:
-        """The families' candidates, before any is replaced by a smaller one."""
+        """The families' candidates, before smaller layouts replace some of them."""
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         # extra candidates for an objective that may trade speed for energy
@@ -109,7 +109,7 @@ class Offers:
 
 
 def _without_duplicates(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, except any that a measurement can't tell from an earlier split."""
+    """Return the candidates without splits that a measurement can't tell from an earlier split."""
     kept: list[Candidate] = []
     splits: list[Layout] = []
     for one in found:

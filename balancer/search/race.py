@@ -168,7 +168,7 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow_packs(self) -> tuple[Probe, ...]:
-        """Return a probe of a larger pack, in the mode whose next pack has the fewest trainings."""
+        """Return a probe of the next larger pack; if several modes have one, of the smallest."""
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
@@ -184,7 +184,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or, if it is complete, of a new one.
+        """Return the next probe of the current turn or, after its end, the first of a new turn.
 
         Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe.
         """
@@ -212,7 +212,7 @@ class Race:
     def _rivals_in_turn(
         self, rivals: Sequence[Candidate], stage: Stage, turn: int
     ) -> list[Candidate]:
-        """Return the rivals that take part in a turn, as they may still turn out to be best."""
+        """Return the rivals that take part in a turn because they may still be the best."""
         # the first turn of the race is in `_first_turn`
         if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)

@@ -147,7 +147,7 @@ class Sharding:
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts that are worth racing.
 
-        They include every measured one in which some devices have no rows.
+        They include every measured layout in which some devices have no rows.
         """
         found = self.policy.best_splits() if self.parts else []
         held = [one.probe.layout for one in self._held if isinstance(one, Timed)]
@@ -311,7 +311,7 @@ class Sharding:
         return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
 
     def _surely_loses(self, layout: Layout) -> bool:
-        """True if a layout with rows on all devices should be far slower than a measured one."""
+        """True if a layout with rows on all devices should be far slower than a measured layout."""
         # of trainings in which some devices hold state but have no rows
         rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
         if not rates or not layout.traits.together:
@@ -480,7 +480,7 @@ def propose(
 def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
     """Return the predicted duration of a sharded layout's step, without gathering, in seconds.
 
-    All devices have equally many passes, and wait for each other in each of them.
+    All devices have equally many passes, and wait for each other in every pass.
     """
     passes = max(map(layout.passes, layout.computing))
     rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]

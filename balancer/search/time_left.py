@@ -153,5 +153,5 @@ def untimed_seconds(seen: Timed) -> float:
 
 
 def first_step_overhead(seen: Timed) -> float:
-    """Return how much longer a probe's first step took than a later one, in seconds."""
+    """Return how much longer a probe's first step took than a later step, in seconds."""
     return max(0.0, seen.first_step_seconds - seen.step_seconds)

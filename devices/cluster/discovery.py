@@ -146,7 +146,7 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return this kind's devices, the usable ones among them, and variables that hide the others.
+    """Return this kind's devices, the usable devices, and variables that hide the others.
 
     `held` has Ray's names of the usable devices; None if all are usable.
     """
@@ -293,7 +293,7 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve the node's free GPUs except the wanted ones, and return the agents that hold them.
+    """Reserve the node's free GPUs except the wanted GPUs, and return the reserving agents.
 
     `wanted` are UUIDs. On this node, Ray can then assign only the wanted GPUs. The reservations end
     when the agents are garbage-collected. Raises DeviceError if a wanted GPU isn't free.

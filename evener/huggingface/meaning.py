@@ -335,7 +335,7 @@ class LossFinder:
 
 
 def _relate_losses(one: Sketch, other: Sketch) -> float:
-    """Return the difference of two losses relative to the larger one; inf if one isn't finite."""
+    """Return the difference of two losses relative to the larger loss; inf if any isn't finite."""
     size = max(abs(one.loss), abs(other.loss))
     if not math.isfinite(size):
         return math.inf
@@ -374,7 +374,7 @@ class _Finding(msgspec.Struct):
 def _find_on_first_rank(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the result of `find` from the first rank that has one; None if no rank has.
+    """Return the first rank's result of `find` that isn't None; None if all are None.
 
     A RequestError on any rank is raised on every rank. With a sharded model (`in_shards`), a rank
     that runs out of memory raises DeviceError.
@@ -414,13 +414,14 @@ def _find_or_return_error(
 
 
 def _mask_some_labels(few: FewRows) -> FewRows:
-    """Return the rows, with most labels of the first ones set to "ignored" if needed."""
+    """Return the rows, with most labels of the first rows set to "ignored" if needed."""
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows
     # without enough difference, a mean over rows would nearly equal a mean over labels
     telling = abs(counts[0] - weight * sum(counts)) > TELLING * weight * sum(counts)
     if not all(counts) or telling:
         return few
+    # all rows have about as many labels, so a mean over rows would nearly equal a mean over labels
     masked = min(MASKED, few.sizes[0], few.even_sizes[0])
 
     def mask(parts: tuple[Any, ...] | None) -> tuple[Any, ...] | None:

@@ -292,7 +292,7 @@ LATE = 1_000_000  # a late step, by which everything that grows with the steps h
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
-    """Return the variables that a step uses, except weights, metrics, seeds and the optimizer's."""
+    """Return a step's variables, except weights, metrics, seeds and the optimizer's variables."""
     others = [
         *model.trainable_variables,
         *model.metrics_variables,

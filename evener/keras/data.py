@@ -117,7 +117,7 @@ def cut_steps(x: Tensors, steps: Any) -> Tensors:
 
 
 def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
-    """Pad outputs of rows that were cut to fewer steps to the number of steps of x.
+    """Pad the outputs of shortened rows to the number of steps of x.
 
     Only outputs whose number of steps is unknown in the graph are padded. Their masks exclude the
     padding.

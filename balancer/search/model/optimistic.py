@@ -19,10 +19,10 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return the fastest curve that the points allow; `curve` is the one fitted to them.
+    """Return the fastest curve that the points allow.
 
-    Return `curve` itself if it explains the points so well that no other is likely, or if there are
-    fewer than three batches.
+    `curve` is the curve fitted to the points. It is returned if it explains them so well that no
+    other is likely, or if there are fewer than three batches.
     """
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:

@@ -283,7 +283,7 @@ class Stairs(msgspec.Struct, frozen=True):
         """Return the step function up to the batch `largest`, continued by a straight line.
 
         `error` is the relative standard error of a typical point. The last batch of a level is only
-        known to be in a range, in which the curve has to choose a batch. It is smaller if more
+        known to be in a range. The curve assumes a batch of this range, which is smaller if more
         devices (`among`) share a step.
         """
         knots: dict[float, float] = {}
