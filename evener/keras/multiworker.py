@@ -288,8 +288,8 @@ class Workers:
     def check_data(self, epoch_ends: bool = False) -> None:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
-        Labels are compared. Inputs may differ by random augmentation. They are compared only at the
-        end of an epoch, and only if its labels don't distinguish rows (for example, all are 1).
+        Labels are compared. Inputs may differ by random augmentation. So inputs are compared only
+        at the end of an epoch whose labels don't distinguish rows (for example, all are 1).
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):

@@ -46,7 +46,7 @@ class OwnTrainStep:
     """A user's `train_step` around `step`, the step of an engine, traced as one graph.
 
     A call raises RequestError unless the user's `train_step` calls `super().train_step` exactly
-    once. Otherwise its gradients wouldn't be the engine's.
+    once. Otherwise the gradients wouldn't be the engine's.
     """
 
     def __init__(self, model: Any, step: Step) -> None:

@@ -29,8 +29,8 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 class SurvivingStep:
     """A replacement for Keras' train function, for the engine `Workers` with passes.
 
-    - `limit`: the maximum rows per pass, which is reduced when memory runs out. It is None in a
-      probe, where such a step fails without a retry.
+    - `limit`: the maximum rows per pass, which is reduced when memory runs out. None in a probe,
+      where a step fails if memory runs out.
     - `said`: called with a report of each retry.
     """
 

@@ -151,8 +151,9 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """Return the stack frame whose variables the message names; None if no frame has them.
 
-    It is the program's outermost frame with variables for the loader and a trained model, or else
-    for one of them. `weights` are the ids of the optimizer's parameters.
+    A frame of the program with variables for both the loader and a trained model comes first, then
+    a frame with one of them. The outermost such frame is returned. `weights` are the ids of the
+    optimizer's parameters.
     """
     # lines inserted in the outermost frame run once, before all epochs
     best, most = None, 0
@@ -240,9 +241,9 @@ def _file_of(kind: type) -> str:
 def _find_place(frame: FrameType, body: ast.AST, loader: str) -> int:
     """Return the line before which to insert the suggested lines; 0 outside of any loop.
 
-    It is the outermost loop around the current line, or an earlier line that creates an iterator
-    over the loader. `body` is the frame's parsed file, and `loader` the script's name for the
-    loader.
+    This is the line of the outermost loop around the current line, or an earlier line that creates
+    an iterator over the loader. `body` is the frame's parsed file, and `loader` the script's name
+    for the loader.
     """
     first = frame.f_code.co_firstlineno
     loop = _find_loop(body, frame.f_lineno, first)

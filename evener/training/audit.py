@@ -77,8 +77,8 @@ LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be comput
 class Sketch(msgspec.Struct):
     """Random sums of each tensor's gradient over some rows, by tensor name, and the loss.
 
-    A sum adds up the gradient's elements with random signs. Its standard deviation is the
-    gradient's norm, so the differences between two sketches' sums estimate the distance of the
+    A sum adds up the gradient's elements with random signs. The standard deviation of such a sum is
+    the gradient's norm. So the differences between two sketches' sums estimate the distance of the
     gradients. `kinds` are the tensors' types, such as "float32". Tensors without a gradient aren't
     included.
     """
@@ -204,7 +204,7 @@ def floor(kind: str) -> float:
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
     """Return the relative difference between the reference and its repeats, by tensor name.
 
-    It is due to rounding alone. The result is empty without repeats.
+    Such a difference comes from rounding alone. The result is empty without repeats.
     """
     # a tensor's difference, estimated from a few random sums, may be small by chance; so it is at
     # least the median over all tensors

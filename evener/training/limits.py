@@ -315,7 +315,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 def _gain(step_s: float, left_s: float) -> float:
     """Return the gain in samples/s if a step takes `left_s` instead of `step_s` seconds.
 
-    A gain of 0.5 means 50 % more. It is never negative.
+    A gain of 0.5 means 50 % more. The gain is never negative.
     """
     # a remedy that slows the training run needn't be applied
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)

@@ -185,8 +185,8 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    They are chosen by `spread_places` if each tensor has an entry per row, or else the first rows.
-    With `in_order`, they keep the batch's order.
+    If each tensor has an entry per row, `spread_places` chooses the rows. Otherwise the first rows
+    are returned. With `in_order`, the rows keep the batch's order.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):

@@ -633,7 +633,7 @@ class StepTimer:
     def has_trained(self) -> bool:
         """True if gradients were computed and all-reduced, or an optimizer has stepped.
 
-        This is about the newest batch. With FSDP, only the optimizer's step is seen.
+        Only the newest batch counts. With FSDP, only the optimizer's step is seen.
         """
         return self._computed or self._applied
 

@@ -452,7 +452,7 @@ class LengthSampler(UnevenBatchSampler):
     lengths, so a state can be loaded under other shares. Raises RequestError if the lengths don't
     fit the data set, or if no rank can hold a row.
 
-    During a loop over the batches, cuDNN's attention is off in this process. It would build an
+    During a loop over the batches, cuDNN's attention is off in this process. cuDNN would build an
     execution plan for each new shape, in about 100 ms on an H200. Nearly every pass has a new
     shape.
     """

@@ -196,9 +196,9 @@ def _parts(
 ) -> tuple[float, ...]:
     """Return which part of the model's state each rank holds, as relative sizes.
 
-    They are `state`, or else the plan's parts, or else in proportion to the memory left for state.
-    `beside()` returns the bytes that a rank needs for other things. Raises RequestError unless each
-    rank has a part above 0.
+    The sizes are `state`, or without it the plan's parts. If the plan has none, they are
+    proportional to the memory left for state. `beside()` returns the bytes that a rank needs for
+    other things. Raises RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))

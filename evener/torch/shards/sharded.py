@@ -287,7 +287,7 @@ class Sharded:
     def read_outside(self, unit: Unit) -> None:
         """Gather a unit that is a single layer if its parameters are read outside its forward pass.
 
-        It stays gathered until the backward pass ends.
+        The unit stays gathered until the backward pass ends.
         """
         # for example, a model may multiply by its head's weight without calling the head
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):

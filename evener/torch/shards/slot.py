@@ -34,7 +34,7 @@ class Slot:
         self.received = self.before = False
 
     def is_kept(self) -> bool:
-        """True if the gradient of this rank's piece is still the one that `Flat.keep` left.
+        """True if the gradient of this rank's piece hasn't changed since it was kept for later.
 
         False if the loop has cleared or changed it.
         """

@@ -44,8 +44,8 @@ def count_gathered(
 
     `units` are the units by name. `dtype` and `casts` are the arguments of `choose_dtype`.
 
-    Half-precision gradients are sent as they were computed if `received` isn't None. It is the
-    most gradients that a rank receives from the others, relative to all gradients of a unit.
+    If half-precision gradients are sent as they were computed, `received` is the most that a rank
+    receives from the others, relative to a unit's gradients. Otherwise it is None.
     """
     # an embedding is freed before its gradients are reduced, so its parameters don't count then
     parameters = find_parameters(model, units)

@@ -152,8 +152,8 @@ class Recovery:
     ) -> str:
         """Return the error as text if the running pass can be computed again, otherwise "".
 
-        It can be if memory ran out before any of its backward passes ended. Raises DeviceError if
-        memory ran out and `exchanges`, which sum the gradients, is empty.
+        The pass can be computed again if memory ran out before any of its backward passes ended.
+        Raises DeviceError if memory ran out and `exchanges`, which sum the gradients, is empty.
         """
         # another library then sums the gradients, so the pass can't be undone
         if not is_out_of_memory(error) or running.ended:

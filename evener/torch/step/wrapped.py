@@ -154,8 +154,9 @@ def wrap_module(
 def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
 
-    A model with a communication hook, mixed_precision or sparse gradients needs its own all-reduce.
-    Then return None if losses are weighted (`by_loss`), otherwise raise RequestError.
+    - With `by_loss`, losses are weighted. Return None for a model with a communication hook,
+      mixed_precision or sparse gradients, which keeps its own all-reduce.
+    - Without it, raise RequestError for a communication hook or mixed_precision.
     """
     # The wrapper's own all-reduce can't be weighted, or repeated after a failure. The model stays a
     # DistributedDataParallel, and its `no_sync` and `module` still work.
