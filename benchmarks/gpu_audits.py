@@ -63,7 +63,7 @@ class Watch:
         return len(self.seconds) >= self.steps
 
     def note_result(self, decide: Any, audits: Any, found: Any, *more: Any, **options: Any) -> Any:
-        """Record the result of an audit, in place of `TrainingAudits._decide`."""
+        """Record the result of an audit, in place of `TrainingAudits._share_result`."""
         audited = found.audited
         result = "fine"
         if audited is None or audited.fault:
@@ -216,12 +216,12 @@ def run_rank(name: str, steps: int, tiny: bool) -> None:
     size, rows = ("small", 8) if tiny else ("middle", 32)
     error = ""
     register_optimizer_step_post_hook(watch.end_step)
-    decide = _as_method(watch.note_result, TrainingAudits._decide)
+    decide = _as_method(watch.note_result, TrainingAudits._share_result)
     timed = {
         method: _as_method(watch.time_audit, getattr(TrainingAudits, method)) for method in AUDITING
     }
     warnings.showwarning = note
-    with mock.patch.multiple(TrainingAudits, _decide=decide, **timed):
+    with mock.patch.multiple(TrainingAudits, _share_result=decide, **timed):
         try:
             PROGRAMS[name](size, rows, watch)
         except Exception as failure:  # it is a result

@@ -36,7 +36,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
         "pause",
     ),
     StepReporter: ("report",),
-    own_work: ("_tell_update", "_note_updated"),
+    own_work: ("_notify_timers_of_update", "_note_updated"),
 }
 WARM_STEPS = 50
 BLOCK_STEPS = 40  # steps with the instruments, then as many without them

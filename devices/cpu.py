@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from evener.errors import PlanError, RequestError
-from evener.system.cores import allowed_cpus, container_memory_bytes, core_groups, cut
+from evener.system.cores import allowed_cpus, container_memory_bytes, core_groups, slice_cpus
 
 from .backend import QUIET, Backend, ChildEnvironment, Discovery
 from .snapshot_builder import SnapshotBuilder
@@ -55,7 +55,7 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
     memory_bytes = part - part % MEMORY_STEP if part >= MEMORY_STEP else part
     return tuple(
         Device(f"cpu-{i}-of-{wanted}", i, product_name(), "cpu", memory_bytes, cores)
-        for i, cores in enumerate(cut(core_groups(cpus), wanted))
+        for i, cores in enumerate(slice_cpus(core_groups(cpus), wanted))
     )
 
 

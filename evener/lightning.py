@@ -360,7 +360,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._parts, [self.model], again, begins=self._begins, move=False
         )
         self._begins = False
-        result = self._take_next()
+        result = self._compute_next_pass()
         if not self.lightning_module.automatic_optimization:
             self._audit_step()
         return result
@@ -378,7 +378,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             loader = private.loaders(self._trainer.fit_loop)[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
-    def _take_next(self) -> Any:
+    def _compute_next_pass(self) -> Any:
         """Compute the next pass, or the next piece of a pass that ran out of memory.
 
         Return the result of training_step, or None after the last pass.
@@ -432,7 +432,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 self._put_back()
             elif not self.lightning_module.automatic_optimization:
                 return result
-            loss = loss_of(self._take_next())
+            loss = loss_of(self._compute_next_pass())
             if self._part is not None:
                 if loss is None:
                     raise RequestError(

@@ -216,7 +216,7 @@ class PassMetrics:
                 and not meta.sync.should
             )
             if alone and own is not before.get(name):
-                metric._forward_cache = self._join(
+                metric._forward_cache = self._join_earlier_parts(
                     name, "mean", self._weigh(own), lambda each: each
                 ).to(own.dtype)
 
@@ -235,7 +235,7 @@ class PassMetrics:
         mean = op in ("mean", "avg")
         key, self._calls = self._calls, self._calls + 1
         own = self._weigh(metric) if mean else (metric.clone(),)
-        return self._join(
+        return self._join_earlier_parts(
             key, op, own, lambda each: self._reduce(each, group, "sum" if mean else op)
         ).to(metric.dtype)
 
@@ -246,7 +246,7 @@ class PassMetrics:
         ).clone()
         return (metric * weight if weight else torch.zeros_like(metric)), weight
 
-    def _join(
+    def _join_earlier_parts(
         self, key: Any, op: str, own: Sums, reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return a metric combined with its values in earlier pieces and passes.

@@ -86,7 +86,7 @@ def launch_on_cluster(
                 script,
                 end_seconds,
             )
-            code, lost = _train(agents, make, options, command, caught, end_seconds)
+            code, lost = _train_once(agents, make, options, command, caught, end_seconds)
             if caught:
                 return 128 + caught[0]
             if not lost or attempt == max_restarts:
@@ -123,7 +123,7 @@ def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
     return leave_out(planned, {(share.host, share.device) for share in others})
 
 
-def _train(
+def _train_once(
     agents: Sequence[Agent],
     make: Callable[..., HostLaunch],
     options: Sequence[str],
@@ -287,7 +287,7 @@ class HostLaunch:
         self._code: int | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue(1000)
         self._started = threading.Event()
-        threading.Thread(target=self._run, name="launch", daemon=True).start()
+        threading.Thread(target=self._run_launch, name="launch", daemon=True).start()
 
     def read(self) -> tuple[list[bytes], int | None]:
         """Return the lines written since the last call, and the exit code.
@@ -325,7 +325,7 @@ class HostLaunch:
         if self._written:
             self._written.close()
 
-    def _run(self) -> None:
+    def _run_launch(self) -> None:
         """Start the launch, and read its output until it exits."""
         # this thread has to live as long as the launch: when the thread that started a process
         # ends, the kernel signals the process (PR_SET_PDEATHSIG)

@@ -145,14 +145,14 @@ class HostJob(msgspec.Struct, frozen=True):
             variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
         if len(self.hosts) == 1:
             variables |= loopback_interface()
-        starts = [self._start(devices) for devices in self.processes]
+        starts = [self._make_start_settings(devices) for devices in self.processes]
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)
         for start, files in zip(starts, self.output, strict=False):
             start["output"] = files
         return {**variables, STARTS: json.dumps(starts)}
 
-    def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
+    def _make_start_settings(self, devices: tuple[Device, ...]) -> dict[str, Any]:
         """Return the settings with which `start_rank` starts a process on `devices`."""
         # a PyTorch process sees all GPUs with a share, and uses the one with the index LOCAL_RANK
         child = child_environment(devices, self.framework)

@@ -106,7 +106,7 @@ def named_output(
         for name, stream in product(names, STREAMS)
     ]
     threads = [
-        threading.Thread(target=_copy, args=(read, end, *place), daemon=True)
+        threading.Thread(target=_copy_output, args=(read, end, *place), daemon=True)
         for read, _, *place in pipes
     ]
     for thread in threads:
@@ -147,7 +147,7 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
     os.close(write)
 
 
-def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
+def _copy_output(read: int, end: bytes, names: _LineNames, stream: int) -> None:
     """Copy lines from a pipe to a stream, each with the current prefix, until `end` is read.
 
     `read` and `stream` are file descriptors.
@@ -187,7 +187,7 @@ def run_children(job: HostJob) -> GroupExit:
         try:
             codes = _wait(running, caught)
         finally:
-            _end(running, caught[0] if caught else signal.SIGTERM, job.grace_seconds)
+            _end_processes(running, caught[0] if caught else signal.SIGTERM, job.grace_seconds)
     if caught:
         return GroupExit(caught[0])
     first = job.plan.layout.active.index(job.own[0])
@@ -198,7 +198,9 @@ def run_children(job: HostJob) -> GroupExit:
 
 
 def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
-    environment = job.environment([_rank(job)] if job.executable else _cluster(job))
+    environment = job.environment(
+        [_single_rank_environment(job)] if job.executable else _list_tf_configs(job)
+    )
     starts = json.loads(environment[STARTS])
     command = [sys.executable, "-m", "evener.training.start_rank", *job.command]
     return [
@@ -207,7 +209,7 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
     ]
 
 
-def _rank(job: HostJob) -> dict[str, str]:
+def _single_rank_environment(job: HostJob) -> dict[str, str]:
     """Return the environment variables that PyTorch's agent would set for a single rank."""
     # importing the agent takes two seconds
     address = _find_address()
@@ -244,7 +246,7 @@ def _describe_rendezvous(address: str) -> str:
     return f"{address} {make_memory_file()}"
 
 
-def _cluster(job: HostJob) -> list[dict[str, str]]:
+def _list_tf_configs(job: HostJob) -> list[dict[str, str]]:
     """Return TF_CONFIG for each process of this host, in the plan's order.
 
     The list is empty unless the plan's engine is "multiworker" with several processes.
@@ -277,7 +279,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
     return {}
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
+def _end_processes(
+    running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float
+) -> None:
     """Send the signal `number` to processes that still run; kill them after `grace_seconds`."""
     # a terminal has already sent the signal of Ctrl-C to processes in its foreground
     for process in running:

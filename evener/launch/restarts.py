@@ -62,7 +62,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
             return 128 + caught[0]
         first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
         before = job
-        job = _make_next(first, broken)
+        job = _make_job_without(first, broken)
         _print_changes(before.plan, job.plan)
         say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
@@ -93,7 +93,7 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
         return run_children(msgspec.structs.replace(job, output=output))
 
 
-def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
+def _make_job_without(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """Return the job without the broken devices, with a new plan for the remaining ones.
 
     `first` is the job with all devices. Raises PlanError if the job's plan file has changed. Raises

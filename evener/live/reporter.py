@@ -266,7 +266,7 @@ class Reporter:
         if now >= self._next_write:
             self._next_write = now + INTERVAL_SECONDS
             if self._ticks is not None and self._last_call is not None:
-                self._publish(*self._last_call, self._rates(now))
+                self._publish(*self._last_call, self._recent_rates(now))
         if self._step >= FIRST_STEPS:
             due_at = math.inf if self._journal is None else self._journal.window_ends_at
             self._next_check = min(self._next_write, due_at)
@@ -314,7 +314,7 @@ class Reporter:
         if self._cores is not None:
             self._cores.read_last()
         with contextlib.suppress(RuntimeError):  # a device may have failed
-            record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
+            record = self._make_record(*call, self._recent_rates(self._reported_at) or NO_RATES)
             self._note(record)
             if kept:
                 self._keep(record, kept)
@@ -336,7 +336,7 @@ class Reporter:
     def _count(self, now: float) -> _Counts:
         return _Counts(now, self._samples, self._tokens, self._padded)
 
-    def _rates(self, now: float) -> tuple[float, float, float] | None:
+    def _recent_rates(self, now: float) -> tuple[float, float, float] | None:
         """Return samples/s, tokens/s and the fraction of padding, over the last WINDOW_SECONDS.
 
         Return None at the first call, because rates need two points in time.
@@ -364,7 +364,7 @@ class Reporter:
         with self._lock:
             if self._record is None or self._last_call is None:
                 return None
-            rates = self._rates(self._reported_at)
+            rates = self._recent_rates(self._reported_at)
             return self._record if rates is None else self._make_record(*self._last_call, rates)
 
     def _publish(
@@ -399,7 +399,10 @@ class Reporter:
             if self._now is not None and self._ended is None:
                 self._ended = threading.Event()
                 threading.Thread(
-                    target=self._watch, args=(self._now, self._ended), name=WATCHER, daemon=True
+                    target=self._report_activity_if_late,
+                    args=(self._now, self._ended),
+                    name=WATCHER,
+                    daemon=True,
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
@@ -422,7 +425,7 @@ class Reporter:
         rate, tokens_rate, padding = rates
         details, times = self._details()
         now = time.time()
-        described = _describe(devices, batches, rate, times)
+        described = _describe_devices(devices, batches, rate, times)
         if self._cores is None:
             self._cores = _Cores()
         starved, starved_so_far = self._cores.read()
@@ -461,7 +464,9 @@ class Reporter:
                 self._file = target
                 return
 
-    def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
+    def _report_activity_if_late(
+        self, now: Callable[[], tuple[int, Doing]], ended: threading.Event
+    ) -> None:
         """Until `ended` is set, write the process's activity whenever no step ends in time."""
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -535,7 +540,7 @@ def _has_journal() -> bool:
     return any(each._journal is not None for each in _reporters)
 
 
-def _describe(
+def _describe_devices(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
     """Return the devices that compute, each with its part of the samples/s and its times.
@@ -543,7 +548,7 @@ def _describe(
     `devices` and `batches` are arguments of `report`. `rate` is all devices' samples/s, and `times`
     are the devices' times.
     """
-    named = [_identify(device) for device in devices]
+    named = [_identify_device(device) for device in devices]
     sizes = (
         [device.batch for device in named]
         if batches is None
@@ -569,7 +574,7 @@ def _describe(
     )[:MOST_DEVICES]
 
 
-def _identify(device: str | int | Share) -> LiveDevice:
+def _identify_device(device: str | int | Share) -> LiveDevice:
     """Return a device's identity; from a plan's share, also its samples per step and per pass."""
     if isinstance(device, Share):
         index = max(-1, device.index)

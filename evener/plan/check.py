@@ -43,7 +43,7 @@ def check_fit(
         global_batch if global_batch is not None else plan.layout.global_batch,
         sum(map(bool, plan.layout.batches)),
     )
-    warnings = tuple(_differences(plan, devices, workload_digest, framework))
+    warnings = tuple(_list_differences(plan, devices, workload_digest, framework))
     if strict and warnings:
         raise PlanError(
             " ".join(warnings),
@@ -90,12 +90,12 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
         f"for each process."
     )
     raise PlanError(
-        " ".join([*_differences(plan, None, None, framework), fault]),
+        " ".join([*_list_differences(plan, None, None, framework), fault]),
         f"Start {expected}, as evener launch does, or make a plan for {world}.",
     )
 
 
-def _differences(
+def _list_differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
     """Yield a message for each difference between this training run and the measured one.

@@ -252,12 +252,12 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             f"{source}: {error}.",
             "Correct that key, or make the plan again with evener balance --export.",
         ) from None
-    plan = _with_kinds(with_current_schema(plan))
+    plan = _add_missing_kinds(with_current_schema(plan))
     _check_numbers(plan, source)
     return plan
 
 
-def _with_kinds(plan: Plan) -> Plan:
+def _add_missing_kinds(plan: Plan) -> Plan:
     """Return the plan with the kind of each comparison in its `evidence` filled in by name."""
     # plans of evener 0.1 and 0.2 have only names
     names: dict[str, EvidenceKind] = {

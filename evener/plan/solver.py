@@ -138,18 +138,18 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     names = ", ".join(describe(share) for share in layout.active if share not in left)
     return msgspec.structs.replace(
         plan,
-        layout=_divide(layout, left, part),
+        layout=_divide_batch(layout, left, part),
         throughput=msgspec.structs.replace(speed, **rates),
         warnings=(*plan.warnings, f"Left out, because nothing computes there: {names}."),
     )
 
 
-def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
+def _divide_batch(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
     """Return the layout with the whole batch divided among the shares in `left`.
 
     `part` is the fraction of the batch that these shares had before.
     """
-    rows, micros = _rows_of(layout, left)
+    rows, micros = _divide_rows(layout, left)
     held = sum(share.state for share in left)
     shares = []
     batches = []
@@ -173,14 +173,14 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
     )
 
 
-def _rows_of(
+def _divide_rows(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
     """Return the new rows, and the rows per pass, of the shares in `left`."""
     # from the curves; in proportion to the shares if these are costs or the curves give no solution
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
-    rows = None if layout.by_cost else _solve(layout, computing, pass_limits)
+    rows = None if layout.by_cost else _solve_by_curves(layout, computing, pass_limits)
     if rows is None:
         rows = apportion(layout.global_batch, [share.ratio for share in computing])
     without = {share: 0 for share in left if not share.batch}  # they only hold state
@@ -196,7 +196,7 @@ def _largest_pass(share: Share) -> int:
     return share.micro if share.micro < share.batch else 0
 
 
-def _solve(
+def _solve_by_curves(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
     """Return the rows of each share in `left` that are fastest by the devices' curves.

@@ -167,12 +167,12 @@ class Guard(Recorder):
         is_total = totals is not None and bool(totals.find(tensor))
         return super()._is_given(tensor) and not is_total
 
-    def _note_use(self, function: Any, given: Any) -> None:
+    def _record_number_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
         Set `local_use` to a message if such a number follows from this rank's own rows.
         """
-        super()._note_use(function, given)
+        super()._record_number_use(function, given)
         if self.local_use or not is_arithmetic(function):
             return
         every = nested_tensors(given)
@@ -212,11 +212,11 @@ class Guard(Recorder):
 
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is known to be computed from the batch."""
-        return self._walk(tensor)[1]
+        return self._find_computing_calls(tensor)[1]
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is known to be computed from the batch or from its number of rows."""
-        places, reached, _ = self._walk(tensor)
+        places, reached, _ = self._find_computing_calls(tensor)
         return reached or any(
             isinstance(each, RowNumber)
             for place in places
@@ -230,7 +230,7 @@ class Guard(Recorder):
         """
         # the calls are repeated for a few rows, at once and in two parts, to see whether the parts
         # add up
-        places, _, is_known = self._walk(tensor)
+        places, _, is_known = self._find_computing_calls(tensor)
         entries = [self._tape[place] for place in sorted(places)]
         meets = self._agree is not None and any(each.from_model for each in entries)
         if not entries or not is_known or meets or self.rows < 2 or tensor.requires_grad:
@@ -283,7 +283,7 @@ class Guard(Recorder):
         # any tensor computed from the batch counts as dependent.
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
-        places, reached, _ = self._walk(tensor)
+        places, reached, _ = self._find_computing_calls(tensor)
         if not reached:
             return False
         if any(tensor is each for each in self.batch) or self._agree is not None:
@@ -326,7 +326,7 @@ class Guard(Recorder):
         """
         record = self._find_record(loss)
         if self._agree is not None:
-            return self._judge_together(record, self._agree)
+            return self._judge_on_all_ranks(record, self._agree)
         if isinstance(record, str):
             return record
         try:
@@ -355,7 +355,7 @@ class Guard(Recorder):
         self.numbers = tuple(each.value for each in record.numbers)
         return record
 
-    def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
+    def _judge_on_all_ranks(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
         """Return why shares can't be used with a loss; "" if they can.
 
         The result is the same on all ranks, which run the same passes to find out. `record` has the

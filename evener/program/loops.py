@@ -258,7 +258,7 @@ class SharedBatches:
         # One of them is drawn for each batch, because a loop may leave an epoch early, and the next
         # epoch's rows may depend on how far the sampler got.
         opens, self.opens, self.sampler = self.opens, False, None
-        divided = self._divide() if opens and not resumes else None
+        divided = self._divide_epoch() if opens and not resumes else None
         if divided is None:
             self.fault = RESUMED if resumes else self.fault
             yield from drawn
@@ -271,9 +271,9 @@ class SharedBatches:
             yield from own
             return
         self.sampler = sampler
-        yield from _draw_beside(sampler, own, expected)
+        yield from _draw_own_batches_too(sampler, own, expected)
 
-    def _divide(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
+    def _divide_epoch(self) -> tuple[UnevenBatchSampler, list[list[Any]]] | None:
         """Divide the rows of the next epoch by shares.
 
         Return the sampler that divides them, and the batches that this rank's own sampler should
@@ -340,7 +340,7 @@ class EpochBatches:
         load(state)
 
 
-def _draw_beside(
+def _draw_own_batches_too(
     batches: Iterable[Any], drawn: Iterator[Any], expected: Sequence[list[Any]]
 ) -> Iterator[Any]:
     """Yield `batches`, and draw one batch of the program's own sampler for each.
@@ -373,7 +373,7 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
     Raises RequestError if the ranks' batches don't form global batches.
     """
-    if _find_place(sampler) is None:
+    if _find_rank_attribute(sampler) is None:
         raise _uneven("its rows aren't shared out by a DistributedSampler")
     every = [_draw_rank(sampler, rank) for rank in range(dist.get_world_size())]
     counts = {len(batches) for batches in every}
@@ -434,12 +434,12 @@ def _copy_for(sampler: Any, rank: int) -> Any:
     """Return a copy of a batch sampler that draws for another rank."""
     held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
     twin = copy.deepcopy(sampler, {id(each): each for each in held})
-    holder, name = _find_place(twin)
+    holder, name = _find_rank_attribute(twin)
     setattr(holder, name, rank)
     return twin
 
 
-def _find_place(sampler: Any) -> Any:
+def _find_rank_attribute(sampler: Any) -> Any:
     """Return the sampler that stores this process's rank, and the attribute's name.
 
     It is `sampler` or one nested in it. Return None if none of them stores the rank.

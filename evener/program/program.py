@@ -207,9 +207,9 @@ class Program:
         if self._guard is not None:
             self._guard.steps = True
             if self.training is None:
-                self._note_entered(optimizer)
+                self._check_exchanged_values(optimizer)
 
-    def _note_entered(self, optimizer: Any) -> None:
+    def _check_exchanged_values(self, optimizer: Any) -> None:
         """Record a fault if values that ranks exchanged affect an optimizer's step."""
         # through the loss, the gradients, the weights or the optimizer's settings
         exchanges = self.exchanges
@@ -432,13 +432,13 @@ class Program:
         """
         if self._loader_steps is not None and loop.origin is not None:
             self._loader_steps.done(loop.sizes, (0, 0))
-            self._guard_again(loop)
+            self._compare_records_if_due(loop)
         if loop is not self._loop and loop.batch is not None:
-            self._note_several(loop)
+            self._handle_several_loops(loop)
         elif (
             loop is self._loop and self._updated and self.training is None and not self.notebook.why
         ):
-            self._take_over(loop)
+            self._train_loop_by_shares(loop)
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
@@ -449,7 +449,7 @@ class Program:
         loop.is_over = True
         if self._loader_steps is not None and loop.origin is not None:
             self._loader_steps.end(loop.origin)
-            self._compare(loop)
+            self._compare_records(loop)
 
     def _drop_guard(self) -> None:
         """Discard a guard that saw no backward pass in this batch."""
@@ -457,7 +457,7 @@ class Program:
             self._guard.close()
             self._guard = None
 
-    def _note_several(self, loop: Any) -> None:
+    def _handle_several_loops(self, loop: Any) -> None:
         """Handle a loop whose step also uses a batch from another loop.
 
         Raises RequestError if the program trains by shares, and the two loops divide their rows in
@@ -476,7 +476,7 @@ class Program:
                 "Start it with its own launcher.",
             )
 
-    def _guard_again(self, loop: Any) -> None:
+    def _compare_records_if_due(self, loop: Any) -> None:
         """Count a step by shares, and compare the ranks' records of their steps if that is due.
 
         All ranks call this after the same step.
@@ -491,7 +491,7 @@ class Program:
         if (
             self._guard is not None or not loop.compared or (uneven and self._uneven == 2)
         ):  # after a schedule's step
-            self._compare(loop)
+            self._compare_records(loop)
 
     def _exchange_change(self) -> None:
         """Send the other ranks what the guard has found after a change of settings."""
@@ -512,13 +512,13 @@ class Program:
                 f"{guard.fault}"
             )
 
-    def _compare(self, loop: Any) -> None:
+    def _compare_records(self, loop: Any) -> None:
         """Gather and compare all ranks' records of the steps since the last comparison.
 
         Raises RequestError if the ranks' row orders or learning rates differ. Any other difference
         or fault makes the training return to even shares.
         """
-        every = self.exchange(self._view(loop))
+        every = self.exchange(self._make_record(loop))
         loop.compared = True
         difference = views.find_difference(every)
         if difference in ("order", "rates"):
@@ -606,13 +606,13 @@ class Program:
         every = self.exchange(RankView(fault), EXCHANGE_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
-    def _take_over(self, loop: Any) -> None:
+    def _train_loop_by_shares(self, loop: Any) -> None:
         """Train a loop by shares from its next batch on, or report why that is impossible.
 
         All ranks call this after the same step.
         """
         # if the program has exchanged values, wait one more step, which may use them
-        every = self.exchange(self._view(loop), EXCHANGE_SECONDS)
+        every = self.exchange(self._make_record(loop), EXCHANGE_SECONDS)
         fault = _find_common_fault(every)
         if fault:
             maker = loop.batch_maker
@@ -692,7 +692,7 @@ class Program:
             found, weigh, rebalance=settings.rebalance, noise=settings.noise, journal=True
         )
 
-    def _view(self, loop: Any) -> RankView:
+    def _make_record(self, loop: Any) -> RankView:
         """Return this rank's record of the steps since the ranks last compared their records.
 
         The current guard is closed, and its results are part of the record.

@@ -67,9 +67,9 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
         if isinstance(strategy, ProgramStrategy):
             if getattr(loader, "strategy", None) is not strategy:
                 with kept_state():
-                    _give(loop, _share_out(strategy, loader))
+                    _give(loop, _make_sharing_loader(strategy, loader))
         elif not PROGRAM.notebook.why:
-            _take_over(loop, strategy, loader, _find_fault(strategy, loader, others))
+            _switch_to_shares(loop, strategy, loader, _find_fault(strategy, loader, others))
     return wrapped(*arguments, **keywords)
 
 
@@ -94,7 +94,7 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
     return ""
 
 
-def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
+def _switch_to_shares(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on if all ranks can; otherwise report why not.
 
     `fault` is this rank's reason against shares, or "".
@@ -107,7 +107,7 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         planned = PROGRAM.plan([strategy.model], _count_rows(loader), device=strategy.root_device)
         chosen.set_plan(planned, 1, None, True)
         chosen.prepare_metrics()
-        made = _share_out(chosen, loader)
+        made = _make_sharing_loader(chosen, loader)
         PROGRAM.audit(planned)
         _refuse_difference(chosen, made)
         chosen.sum_by_shares()
@@ -154,7 +154,7 @@ def _forget_metrics(strategy: Any) -> None:
         private.logged(each).clear()
 
 
-def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
+def _make_sharing_loader(strategy: ProgramStrategy, loader: Any) -> Any:
     """Return a loader that divides global batches by shares.
 
     A global batch has the rows that the DistributedSampler of `loader` gives to all ranks in one

@@ -168,7 +168,7 @@ def build() -> Any:
             replaced(Trainer, "train", _find),
             replaced(subprocess.Popen, "__init__", _start_no_python),
         ):
-            _run(json.loads(os.environ[PROGRAM_COMMAND]))
+            _run_program(json.loads(os.environ[PROGRAM_COMMAND]))
     except _TrainerFound as found:
         return found.trainer
     except SystemExit as end:
@@ -203,7 +203,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
     raise _TrainerFound(trainer)
 
 
-def _run(words: Sequence[str]) -> None:
+def _run_program(words: Sequence[str]) -> None:
     """Run a program in this process as Python would run it.
 
     `words` are Python's arguments: a script, or `-m` and a module, then the program's own

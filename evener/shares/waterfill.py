@@ -87,14 +87,14 @@ def split_fixed(
     largest = heapq.nlargest(most, (device.limit for device in devices))
     if most < fewest or sum(largest) < batch:
         return None
-    natural = _fixed_count(devices, most, batch, quantum, 0.0, 0)
+    natural = _split_among_count(devices, most, batch, quantum, 0.0, 0)
     if natural is None:
         return None
     least, shares = natural
     if len(shares) >= fewest:
         return _try_fewer(devices, costs, batch, quantum, fewest, least, shares)
     # fewer devices would suffice, but `fewest` are required: each extra device gets one quantum
-    forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
+    forced = _split_among_count(devices, fewest, batch, quantum, least, fewest)
     if forced is None:
         return None
     _, shares = forced
@@ -128,7 +128,7 @@ def _try_fewer(
             continue  # fewer devices never compute more samples by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
-        found = _fixed_count(devices, middle, batch, quantum, least, 0)
+        found = _split_among_count(devices, middle, batch, quantum, least, 0)
         if found is None or len(found[1]) < fewest:
             continue
         _, fewer = found
@@ -153,7 +153,7 @@ def split_free(
     devices = [device for device in devices if device.limit >= quantum]
     found = []
     for time in finish_times(devices, quantum):
-        one = _best_count(devices, costs, time, quantum, limit, fewest)
+        one = _best_within_seconds(devices, costs, time, quantum, limit, fewest)
         if one:
             found.append(one)
     if limit is not None and sum(device.limit for device in devices) > limit:
@@ -163,7 +163,7 @@ def split_free(
     best = max(found, key=lambda one: one.samples_per_second, default=None)
     if best is None or len(devices) > EXACT_DEVICES:
         return best
-    return _nearby(devices, costs, best, quantum, limit, fewest)
+    return _improve_nearby(devices, costs, best, quantum, limit, fewest)
 
 
 def smallest_reaching(
@@ -272,7 +272,7 @@ def _samples_by(
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
 
 
-def _fixed_count(
+def _split_among_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
     """Return the earliest finish time at which k devices compute `batch` samples, and their shares.
@@ -351,7 +351,7 @@ def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     return times
 
 
-def _best_count(
+def _best_within_seconds(
     devices: Sequence[DeviceCurve],
     costs: Costs,
     seconds: float,
@@ -382,7 +382,7 @@ def _best_count(
     return _allocation(devices, shares, _slowest(devices, shares) + costs[best])
 
 
-def _nearby(
+def _improve_nearby(
     devices: Sequence[DeviceCurve],
     costs: Costs,
     best: Allocation,
@@ -398,7 +398,9 @@ def _nearby(
         times = {
             x.curve.seconds(share + quantum) for x, share in small if share + quantum <= x.limit
         }
-        tried = (_best_count(devices, costs, time, quantum, limit, fewest) for time in times)
+        tried = (
+            _best_within_seconds(devices, costs, time, quantum, limit, fewest) for time in times
+        )
         allocations = [found for found in tried if found is not None]
         better = max(
             allocations, key=lambda found: (found.samples_per_second, -found.seconds), default=best

@@ -173,7 +173,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(cpus)
 
 
-def cut(groups: Groups, count: int) -> Groups:
+def slice_cpus(groups: Groups, count: int) -> Groups:
     """Return `count` sets of CPUs of equal size, for slices.
 
     `groups` are the CPUs of each physical core, which stay together if there are enough cores.
@@ -211,7 +211,7 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     groups = core_groups(allowed)
     if not 0 <= position < count <= sum(len(group) for group in groups):
         return ()
-    return cut(groups, count)[position]
+    return slice_cpus(groups, count)[position]
 
 
 def pin_threads(cores: Iterable[int]) -> None:

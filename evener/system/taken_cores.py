@@ -87,7 +87,7 @@ class CoreWatch:
         # other programs, the hypervisor and the quota took; the CPU time that they wanted is at
         # most that of all cores; and while a core is idle, no thread counts as delayed.
         before = self._last
-        last = self._sum_up()
+        last = self._read_totals()
         self._last = last
         wall_s = last.at_s - before.at_s
         ran_s = last.ran_s - before.ran_s
@@ -101,7 +101,7 @@ class CoreWatch:
         starved_s = min(wall_s, all_busy_s, missed_s / threads)
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
-    def _sum_up(self) -> CoreTimes:
+    def _read_totals(self) -> CoreTimes:
         """Return the cumulative times of all threads and of the process's cores."""
         # a thread that is new since the last reading counts from its start
         now = _read_threads(self._tasks)

@@ -121,7 +121,7 @@ class Rebalancing:
         self._window += sizes == self._training.ranks.batches
         if self._window >= self._window_steps:
             self._window = 0
-            metrics = self._summarize()
+            metrics = self._medians_of_window()
             self._windows[self._step] = metrics.own_work_s, self._limit
             if len(self._windows) == EXCHANGED_WINDOWS:
                 self._exchange = self._begin_exchange(metrics)
@@ -137,7 +137,7 @@ class Rebalancing:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
-    def _summarize(self) -> RankTimes:
+    def _medians_of_window(self) -> RankTimes:
         """Return the medians of this rank's step times in the window, without disturbed steps.
 
         The compute time (own work) is 0 if unknown.
@@ -251,10 +251,10 @@ class Rebalancing:
                 "step_s": step_s,
                 "fewest": fewest,
             }
-            if self._decide(end, own_work_s, seen, batches):
+            if self._decide_shares(end, own_work_s, seen, batches):
                 break
 
-    def _decide(
+    def _decide_shares(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
         """Decide on shares after a window that ended at step `end`; return True if they change.

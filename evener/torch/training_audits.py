@@ -264,8 +264,8 @@ class TrainingAudits:
                 fault = describe_error(error)
             return None
 
-        found = self._run(note_fault)
-        return fault if found is None else self._judge(found).message
+        found = self._try_audit(note_fault)
+        return fault if found is None else self._judge_result(found).message
 
     def after_batch(
         self,
@@ -296,7 +296,7 @@ class TrainingAudits:
         self._due = False
         if due and not self._is_apart():
             first = self.judge.step == 1
-            self._decide(Replayed(self._run(lambda: find(first))))
+            self._share_result(Replayed(self._try_audit(lambda: find(first))))
 
     def expect_function(self) -> None:
         """Expect that the loss is computed by a function passed to `after_step`, not by a loop."""
@@ -333,7 +333,7 @@ class TrainingAudits:
             sketcher = self._sketcher(compute, is_sharded_model(training.weights.models))
             return audit(sketcher, self.make_computations(few, compute, counted), moves=first)
 
-        self._decide(Replayed(self._run(find)), survives=True)
+        self._share_result(Replayed(self._try_audit(find)), survives=True)
 
     def audit_part(
         self,
@@ -349,13 +349,13 @@ class TrainingAudits:
         parts' gradients don't add up to the pass's.
         """
         most = min(rows, part.rows)
-        few = self._move(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
+        few = self._move_rows(choose_few_rows(cut_rows(part.batch, 0, most, part.rows), most))
         if few is None:
             raise RequestError("The rows of the pass can't be cut apart.", "Make smaller passes.")
         computations = make_share_computations(few, refuse_collectives(compute), part.count)
         sketcher = self._sketcher(compute) if make_sketcher is None else make_sketcher()
         try:
-            verdict = self._judge(audit(sketcher, computations, moves=True))
+            verdict = self._judge_result(audit(sketcher, computations, moves=True))
         except WholeBatchLoss:
             raise RequestError(
                 "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
@@ -420,7 +420,7 @@ class TrainingAudits:
         found = Replayed(None)
         numbers = None
         if recorder.rows > 1:
-            record = self._trace(recorder, loss)
+            record = self._trace_loss(recorder, loss)
             if record == NOT_THIS_BATCH and self._waited < AHEAD:
                 recorder.losses = 0
                 return
@@ -430,14 +430,14 @@ class TrainingAudits:
                 numbers = [each for each in record.numbers if each.value != factor]
                 found = self._audit_record(record, None, factor)
         self._note_fault(found)
-        self._decide(found, numbers, survives=True)
+        self._share_result(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit the loss of a batch's first part."""
         # `end_parts` sends the result to the other ranks after the last part
         if recorder.losses > 1 or recorder.rows < 2:
             return
-        record = self._trace(recorder, loss)
+        record = self._trace_loss(recorder, loss)
         if isinstance(record, str):
             self._pending = Replayed(None, record)
         else:
@@ -458,9 +458,9 @@ class TrainingAudits:
         self.close()
         found, self._pending = self._pending, None
         if found is not None:
-            self._decide(found, survives=True)
+            self._share_result(found, survives=True)
 
-    def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
+    def _trace_loss(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of how a loss was computed from its batch.
 
         If it can't be computed again, return the reason as a part of a message.
@@ -519,7 +519,9 @@ class TrainingAudits:
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.by_length:
             every += [
-                self._move(choose_few_rows(record.batch, record.rows, in_order, self._most_rows))
+                self._move_rows(
+                    choose_few_rows(record.batch, record.rows, in_order, self._most_rows)
+                )
                 for in_order in (False, True)
             ]
         return [each for each in every if each is not None]
@@ -572,9 +574,9 @@ class TrainingAudits:
             rows = taken.sizes[self._training.rank]
             own = record.batch if record is not None else batch
             few = choose_few_rows(own, rows, most=self._most_rows)
-        return self._move(few)
+        return self._move_rows(few)
 
-    def _move(self, few: FewRows | None) -> FewRows | None:
+    def _move_rows(self, few: FewRows | None) -> FewRows | None:
         """Return the rows moved to this rank's device; None if `few` is None."""
         if few is None:
             return None
@@ -639,7 +641,7 @@ class TrainingAudits:
 
         `numbers` are the indices of the rows to choose from. `collate` makes a batch of rows.
         """
-        return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
+        return self._move_rows(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
@@ -678,7 +680,7 @@ class TrainingAudits:
 
     # ------------------------------------------------------------------ what follows
 
-    def _run(self, find: Callable[[], Audited | None]) -> Audited | None:
+    def _try_audit(self, find: Callable[[], Audited | None]) -> Audited | None:
         """Return the audit that `find` runs; if it fails, warn with the reason and return None."""
         try:
             return find()
@@ -695,7 +697,7 @@ class TrainingAudits:
                 self._warn_once(NOT_AUDITED.format(fault + _place(error)) + self.question)
         return None
 
-    def _decide(
+    def _share_result(
         self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
         """Send this rank's result to the other ranks without waiting, and act on it.
@@ -706,7 +708,7 @@ class TrainingAudits:
         """
         # the action is a warning, RequestError or a request for equal shares; a retry needs no
         # further check if this audit found no difference
-        own = RankVerdict() if found.audited is None else self._judge(found.audited)
+        own = RankVerdict() if found.audited is None else self._judge_result(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
             own.sketch = (
@@ -776,11 +778,11 @@ class TrainingAudits:
             every = _read_verdicts(keys)
             if every:
                 del self._published[step]
-                self._compare(every, step)
+                self._compare_results(every, step)
             elif self.judge.step > step + GIVE_UP_AFTER:
                 del self._published[step]
 
-    def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
+    def _compare_results(self, every: Sequence[RankVerdict], step: int) -> None:
         """Compare all ranks' results for an audited step; all ranks do so in the same step."""
         if self.judge.over:
             return
@@ -804,7 +806,7 @@ class TrainingAudits:
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
-    def _judge(self, found: Audited) -> RankVerdict:
+    def _judge_result(self, found: Audited) -> RankVerdict:
         """Return this rank's verdict on an audit, and print its warnings."""
         if found.changed:
             self._warn_once(CHANGED.format(found.changed[0]))

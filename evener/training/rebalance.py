@@ -237,18 +237,21 @@ class Rebalancer:
         if tuple(rows) != self.shares or not known or not fewest:
             return None
         unknown = (0,) * len(rows)
-        self._bound(limits or unknown, fits or unknown, passes_fit or unknown)
+        self._set_memory_limits(limits or unknown, fits or unknown, passes_fit or unknown)
         self._own.append(tuple(own_work_s))
         if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn():
             self._plan_shares()
             self._recompute_factors()
         factors = self._find_factors(own_work_s)
-        self._note_noise(factors)
+        self._update_noise(factors)
         self._windows.append(Window(start, factors, max(0.0, step_s - max(own_work_s))))
         self._seen += 1
         span = min(max(self._patience, fewest), MOST_WINDOWS)
         while span <= len(self._windows):
-            if self._seen % (span // 2) == 0 and (found := self._try(span)) is not None:
+            if (
+                self._seen % (span // 2) == 0
+                and (found := self._find_faster_shares(span)) is not None
+            ):
                 return self._change(*found, span)
             span *= 2
         return None
@@ -267,7 +270,9 @@ class Rebalancer:
         self._windows.clear()
         self._windows.extend(windows)
 
-    def _bound(self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]) -> None:
+    def _set_memory_limits(
+        self, limits: Sequence[int], fits: Sequence[int], passes_fit: Sequence[int]
+    ) -> None:
         """Set the maximum rows that fit in each rank's memory from now on.
 
         `observe` describes the parameters. Past windows are dropped if the number of passes
@@ -378,7 +383,7 @@ class Rebalancer:
     def _find_factors(self, own_work_s: Sequence[float]) -> tuple[float, ...]:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
-    def _note_noise(self, factors: tuple[float, ...]) -> None:
+    def _update_noise(self, factors: tuple[float, ...]) -> None:
         """Update each rank's noise: how much its factor varies from one window to the next.
 
         A factor is a rank's measured compute time divided by the predicted one; `factors` are those
@@ -393,7 +398,9 @@ class Rebalancer:
             )  # a mean difference is 1.128 deviations
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
-    def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
+    def _find_faster_shares(
+        self, span: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return shares that would have made the last `span` windows faster; None without any.
 
         The ranks' factors (measured / predicted compute time) and the gain are returned with them.
@@ -404,9 +411,9 @@ class Rebalancer:
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
         least = self._needed_gain(span, factors, self._planned, rest_s)
-        if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
+        if max(self._counts) == 1 and self._estimate_largest_gain(factors, rest_s) < least:
             return None  # with several passes, the gain could jump with their number
-        shares = self._solve(factors)
+        shares = self._solve_for_shares(factors)
         if shares is None or shares == self.shares:
             return None
         seconds = self._predict(shares)
@@ -418,7 +425,7 @@ class Rebalancer:
             return None
         return shares, factors, gain
 
-    def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
+    def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
         """Return the shares with which all ranks finish at the same time; None if no shares fit.
 
         `factors` are the ranks' compute times (own work) divided by the
@@ -460,22 +467,24 @@ class Rebalancer:
         factors = [_relative_to_others(each.factors) for each in list(self._windows)[:count]]
         return list(map(_deviation, zip(*factors, strict=True)))
 
-    def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
+    def _estimate_largest_gain(self, factors: Sequence[float], rest_s: float) -> float:
         """Estimate the largest possible gain from the slopes of the curves at the current shares.
 
         `factors` are measured compute times divided by predicted ones; `rest_s` is the rest of a
         step.
         """
-        # `_try` checks this first, because solving for the shares takes far longer.
+        # `_find_faster_shares` checks this first, because solving for the shares takes far longer.
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
-        level = _level(own, rates)
+        level = _common_compute_time(own, rates)
         stuck = [
             i for i, share in enumerate(self.shares) if self._is_stuck(i, share, own[i] > level)
         ]
         for i in stuck:
             rates[i] = 0.0
-        levels = [own[i] for i in stuck] + ([_level(own, rates)] if any(rates) else [])
+        levels = [own[i] for i in stuck] + (
+            [_common_compute_time(own, rates)] if any(rates) else []
+        )
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
@@ -506,14 +515,14 @@ class Rebalancer:
             self._patience = min(max(PATIENT_WINDOWS, 2 * self._patience), MOST_WINDOWS)
         elif not soon and not self._reversed:
             self._patience = FEWEST_WINDOWS
-        reason = self._explain(factors, span)
+        reason = self._explain_change(factors, span)
         self._drifts = self._find_drifts(len(self._windows) - span)
         self._reversed, self._last, self._usual = back, self.shares, factors
         self._begin(shares)
         micros = tuple(map(Room.rows_of_a_pass, self._rooms, shares))
         return Change(shares, micros, reason, gain)
 
-    def _explain(self, factors: tuple[float, ...], span: int) -> str:
+    def _explain_change(self, factors: tuple[float, ...], span: int) -> str:
         """Return a message about the device whose speed changed: how much, and since which step.
 
         `factors` are the measured compute times in the last `span` windows, divided by the
@@ -627,7 +636,7 @@ def _deviation(ratios: Sequence[float]) -> float:
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
-def _level(own: Sequence[float], rates: Sequence[float]) -> float:
+def _common_compute_time(own: Sequence[float], rates: Sequence[float]) -> float:
     """Return each rank's compute time after rows have moved so that all ranks finish together.
 
     `own` are the current compute times. `rates` are the rows that each rank computes per additional

@@ -51,7 +51,7 @@ class AssignmentSearch:
         self._by_speed = sorted(range(len(ranks)), key=lambda rank: self._seconds[rank][0])
         self._limited = [bool(each.tokens or each.rows) for each in ranks]
         self._saves_padding = saves_padding
-        self._best_cut = self._cut(1)
+        self._best_cut = self._cut_cheapest(1)
 
     def least_seconds(self) -> float:
         """Return a lower bound for a step's duration in seconds, over all assignments.
@@ -106,9 +106,9 @@ class AssignmentSearch:
         yield self._best_cut
         for price in _DEARER:
             if price <= max(2, len(self._ranks) // 2):
-                yield self._cut(price)
+                yield self._cut_cheapest(price)
 
-    def _cut(self, price: float) -> list[int]:
+    def _cut_cheapest(self, price: float) -> list[int]:
         """Return the ends of the runs with the least total cost on the fastest device.
 
         The fixed cost of a pass is multiplied by `price`, so a higher price gives fewer runs.

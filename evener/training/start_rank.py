@@ -40,13 +40,13 @@ def main() -> None:
         wait_for_release(release, int(rank))
     if own["cores"] and not (release and rank == "0"):  # the first rank may start ranks of its own
         os.sched_setaffinity(0, own["cores"])
-    variables = {**own["variables"], **_count_starts(own["folder"])}
+    variables = {**own["variables"], **_count_restarts(own["folder"])}
     variables |= {RELEASE: release, STARTED_AS: describe_rank()}
     start = [own["executable"]] if own.get("executable") else [sys.executable, "-u"]
     os.execve(start[0], [*start, *sys.argv[1:]], {**os.environ, **variables})
 
 
-def _count_starts(folder: str) -> dict[str, str]:
+def _count_restarts(folder: str) -> dict[str, str]:
     """Return a value of TORCHELASTIC_RESTART_COUNT that counts the restarts of all hosts.
 
     The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart

@@ -115,7 +115,7 @@ def judge_training(
     if step_s <= 0:
         return TrainingAnalysis(0.0, steps, (), None)
     parts = [*_list_single_parts(ranks, steps, step_s, competitors)]
-    unequal = _find_unequal(ranks, steps, step_s)
+    unequal = _find_unequal_work(ranks, steps, step_s)
     advice = None
     if unequal is not None:
         advice = advise_shares(ranks, step_s) if whole else None
@@ -152,7 +152,7 @@ def _list_single_parts(
     yield from found.find(LimitKind.VALIDATION, "validation_s", spared=HALF)
     yield from found.find(LimitKind.BETWEEN, "between_s")
     yield from _find_exchange(ranks, steps, step_s)
-    yield from _find_host(ranks, steps, step_s, competitors)
+    yield from _find_host_waits(ranks, steps, step_s, competitors)
 
 
 class _Finder:
@@ -261,7 +261,7 @@ def _find_exchange(
         )
 
 
-def _find_host(
+def _find_host_waits(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
     """Yield the parts of a step in which the ranks that finish last wait for their host.
@@ -320,7 +320,7 @@ def _wait_for_starved(
     return min(step.waiting_s, max(0.0, left_s))
 
 
-def _find_unequal(
+def _find_unequal_work(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
     """Return the ranks' unequal compute times as the part of a step that limits training.

@@ -16,8 +16,8 @@ from evener.system.cores import (
     container_cpus,
     container_memory_bytes,
     core_groups,
-    cut,
     slice_cores,
+    slice_cpus,
 )
 
 
@@ -36,9 +36,9 @@ def test_slices_are_disjoint_equal_and_waste_less_than_one_core_each(
     cpus = [cpu for group in groups for cpu in group]
     if count > len(cpus):
         with pytest.raises(RequestError):
-            cut(groups, count)
+            slice_cpus(groups, count)
         return
-    sets = cut(groups, count)
+    sets = slice_cpus(groups, count)
     flat = [cpu for cores in sets for cpu in cores]
     assert len(sets) == count
     assert len(set(flat)) == len(flat) <= len(cpus)
@@ -52,7 +52,7 @@ def test_threads_of_one_core_stay_in_one_slice(cores: int, count: int) -> None:
     groups = tuple((core, core + 8) for core in range(cores))
     if cores < count:
         return
-    for chosen in cut(groups, count):
+    for chosen in slice_cpus(groups, count):
         assert all((cpu + 8 in chosen) == (cpu in chosen) for cpu in range(8))
 
 
@@ -72,7 +72,7 @@ def test_a_slice_is_certain_by_its_id_alone() -> None:
     """
     allowed = allowed_cpus()
     for count in range(1, len(allowed) + 1):
-        sets = cut(core_groups(allowed), count)
+        sets = slice_cpus(core_groups(allowed), count)
         assert tuple(slice_cores(f"cpu-{i}-of-{count}", allowed) for i in range(count)) == sets
         assert tuple(device.cores for device in slices(count)) == sets
     assert slice_cores(f"cpu-0-of-{len(allowed) + 1}", allowed) == ()

@@ -47,7 +47,7 @@ def test_only_the_stream_that_computes_waits(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(waits, "_timers", [timer])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
     for name in ("wait_event", "wait_stream"):
-        waits._watch(Stream, name, waits._is_current)
+        waits._time_waits_in(Stream, name, waits._is_current)
     communicating.wait_stream(computing)
     assert communicating.waited
     assert not timer.seen

@@ -138,7 +138,7 @@ def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
     best = min(
         seconds
         for k in range(2, 41)
-        if (part := waterfill._fixed_count(some, k, 1600, 1, 0.0, 0))
+        if (part := waterfill._split_among_count(some, k, 1600, 1, 0.0, 0))
         for seconds in [part[0] + cost[k]]
     )
     assert found is not None

@@ -131,11 +131,11 @@ def capped(rank: int, layers: Any) -> Iterator[list[int]]:
         original(rebalancing)
         return RankTimes(own, 0.0, own)
 
-    original: Callable[[Rebalancing], Any] = Rebalancing._summarize
+    original: Callable[[Rebalancing], Any] = Rebalancing._medians_of_window
     handle = layers.register_forward_pre_hook(hold)
     with (
         replaced(MemoryGauge, "_measure_process", measure),
-        replaced(Rebalancing, "_summarize", summarize),
+        replaced(Rebalancing, "_medians_of_window", summarize),
     ):
         yield passes
     handle.remove()

@@ -33,13 +33,13 @@ PLAIN = Program("plain", ROWS, {"learning_rate": 1e-2, "num_train_epochs": 3})
 def train_and_tell(train: Callable[[], Any], weights: Callable[[], Any]) -> dict[str, Any]:
     """Return a training's warnings, its error message, its audited steps and its weights."""
     said, audited = "", []
-    decide = TrainingAudits._decide
+    decide = TrainingAudits._share_result
 
     def note_step(audits: Any, *given: Any, **options: Any) -> None:
         audited.append(audits.judge.step)
         decide(audits, *given, **options)
 
-    noting = patch.object(TrainingAudits, "_decide", note_step)
+    noting = patch.object(TrainingAudits, "_share_result", note_step)
     with noting, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

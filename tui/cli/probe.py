@@ -89,7 +89,8 @@ def probe(
         )
     elif finished:
         print(
-            "\n".join(_table(finished, layout, labels).lines(terminal_columns())[:-1]), flush=True
+            "\n".join(_make_table(finished, layout, labels).lines(terminal_columns())[:-1]),
+            flush=True,
         )
     if not stop.is_set():
         return 0
@@ -168,7 +169,7 @@ def _write_doubts(
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
-def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
+def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
     """Return the table of all runs; it has columns for energy if any run measured power."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
@@ -188,10 +189,10 @@ def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -
         "memory",
         *(("samples/J", "W", "idle W") if energy else ()),
     )
-    return Table("", [heads, *_rows(runs, layout, labels, energy)], 2, note)
+    return Table("", [heads, *_table_rows(runs, layout, labels, energy)], 2, note)
 
 
-def _rows(
+def _table_rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table.
@@ -208,22 +209,22 @@ def _rows(
             share = share_text(layout, i)
             memory = run.memory_bytes[i]
             if several:
-                cells = _cells(run.own[i], "-", memory, None, energy)
+                cells = _measurement_cells(run.own[i], "-", memory, None, energy)
             else:
-                cells = _cells(interval.value, error, memory, run.power, energy)
+                cells = _measurement_cells(interval.value, error, memory, run.power, energy)
             yield (str(number), labels[i], share, *cells)
         if several:
-            cells = _cells(interval.value, error, None, run.power, energy)
+            cells = _measurement_cells(interval.value, error, None, run.power, energy)
             yield (str(number), TOGETHER, whole_batch, *cells)
     if len(runs) > 1:
         powers = [run.power for run in runs if run.power]
         power = Power.mean(powers) if len(powers) == len(runs) else None
         where = TOGETHER if several else labels[layout.active[0]]
-        cells = _cells(runs[-1].samples_per_second, "-", None, power, energy)
+        cells = _measurement_cells(runs[-1].samples_per_second, "-", None, power, energy)
         yield ("all", where, whole_batch, *cells)
 
 
-def _cells(
+def _measurement_cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
     """Return the cells for samples/s, its error, and the peak memory.

@@ -85,14 +85,14 @@ def html_page(report: ReportData) -> str:
         f"<h1>{escape(report.header.workload)}{mark}</h1>",
         f'<p class="faint">evener run {escape(report.header.run)}, {escape(report.header.created)}'
         f"{escape(where)}</p>",
-        f"<section>{''.join(_verdict(report))}</section>",
+        f"<section>{''.join(_verdict_html(report))}</section>",
         *(f"<p>Warning: {unbroken(escape(words))}</p>" for words in report.plan.warnings),
         *(f"<p>{unbroken(escape(words))}</p>" for words in _remarks(report)),
         _shares(report),
         f"<h2>Throughput of each device alone</h2>{_legend(report)}"
         f"<figure>{draw_curves(report.curves, report.frontier)}</figure>{_curves(report)}",
         _ranking(report),
-        _probes(report),
+        _draw_timeline(report),
         _facts(report),
     ]
     title = escape(f"evener run {report.header.run}: {report.header.workload}")
@@ -107,7 +107,7 @@ def html_page(report: ReportData) -> str:
     )
 
 
-def _verdict(report: ReportData) -> Iterator[str]:
+def _verdict_html(report: ReportData) -> Iterator[str]:
     """Yield the recommendation, the plan's gain over each rival, and the next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
@@ -128,7 +128,7 @@ def _verdict(report: ReportData) -> Iterator[str]:
         bar = _bar((value, SERIES[2] if own else SERIES[0], 1), most=top)
         rows.append((PLAN_NAME if own else plain(each.name, 40), bar, words, gain))
     head = ("", "", "samples/s", "plan faster by")
-    yield _table(head, rows, range(2, 4), "gains")
+    yield _draw_table(head, rows, range(2, 4), "gains")
     if report.steps:
         yield f"<pre>{escape(chr(10).join(report.steps))}</pre>"
 
@@ -167,10 +167,8 @@ def _shares(report: ReportData) -> str:
     ]
     kind = f"{layout.kind}{f', {layout.processes} trainings' if layout.processes > 1 else ''}"
     kind += f", {layout.placement}" if layout.placement else ""
-    return (
-        f"<h2>The plan: "
-        f"{escape(kind)}</h2>{_table(('device', 'name', 'share', 'ratio', ''), rows, range(2, 4))}"
-    )
+    table = _draw_table(("device", "name", "share", "ratio", ""), rows, range(2, 4))
+    return f"<h2>The plan: {escape(kind)}</h2>{table}"
 
 
 def _legend(report: ReportData) -> str:
@@ -203,14 +201,14 @@ def _curves(report: ReportData) -> str:
             if curve.failed_batch is not None
             else []
         )
-    table = _table(("device", "batch", "samples/s", "step ms"), rows, range(1, 4))
+    table = _draw_table(("device", "batch", "samples/s", "step ms"), rows, range(1, 4))
     worth = [(str(batch), rate(speed), rate(value)) for batch, speed, value in report.frontier]
     head = (
         "batch of the fastest layout (dashed)",
         "samples/s",
         "worth, in small batches (dash-dotted)",
     )
-    tables = table + (_table(head, worth, range(3)) if worth else "")
+    tables = table + (_draw_table(head, worth, range(3)) if worth else "")
     return f"<details><summary>The values of the curves</summary>{tables}</details>"
 
 
@@ -227,7 +225,7 @@ def _ranking(report: ReportData) -> str:
     ]
     head = ("layout", "where", "", "samples/s", *heads, "95 % interval", *energy, "step ms")
     rare = range(4, len(head))
-    return f"<h2>Ranking</h2>{_table(head, rows, range(3, len(head)), rare=rare)}"
+    return f"<h2>Ranking</h2>{_draw_table(head, rows, range(3, len(head)), rare=rare)}"
 
 
 def _ranking_row(
@@ -255,7 +253,7 @@ def _ranking_row(
     )
 
 
-def _probes(report: ReportData) -> str:
+def _draw_timeline(report: ReportData) -> str:
     """Return the timeline: when each probe ran, coloured by its stage, and its result."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
@@ -270,7 +268,7 @@ def _probes(report: ReportData) -> str:
         times = f"{start:.1f}", f"{entry.at_seconds:.1f}"
         rows.append((when, *times, stage, plain(layout_text(probe.layout, labels)), result))
     head = ("", "from s", "to s", "measured", "layout", "result")
-    table = _table(head, rows, range(1, 3), rare=range(1, 4))
+    table = _draw_table(head, rows, range(1, 3), rare=range(1, 4))
     return f"<h2>Timeline of probes</h2>{_stage_legend(report)}{table}"
 
 
@@ -298,10 +296,10 @@ def _facts(report: ReportData) -> str:
         ("driver", plan.fingerprint.driver or "-"),
         *sorted(plan.fingerprint.versions.items()),
     ]
-    return f"<h2>How it was measured</h2>{_table(('', ''), rows, range(0))}"
+    return f"<h2>How it was measured</h2>{_draw_table(('', ''), rows, range(0))}"
 
 
-def _table(
+def _draw_table(
     head: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     numbers: range,

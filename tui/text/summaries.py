@@ -442,7 +442,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
         if rival.kind == "sum" and len(plan.layout.active) == 1:  # one device can't reach the sum
             continue
         where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
-        text = _versus(own, rival) if with_gains else _only_notes(own, rival)
+        text = _write_plan_gain(own, rival) if with_gains else _only_notes(own, rival)
         lines.append(f"{rival.name}: {_write_rate(rival.rate)}{where}{text}")
     return lines
 
@@ -469,7 +469,7 @@ def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
     # For the sum of solo throughputs, the note is the fraction of the sum that the plan reaches.
     # For other rivals, it is why no gain is known.
     if rival.gain_of(own) is None or rival.kind == "sum":
-        return _versus(own, rival)
+        return _write_plan_gain(own, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
 
 
@@ -499,7 +499,7 @@ def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
     )
 
 
-def _versus(own: RatedLayout, rival: RatedLayout) -> str:
+def _write_plan_gain(own: RatedLayout, rival: RatedLayout) -> str:
     """Return the gain of the plan (`own`) over a rival, or why no gain is given."""
     gain = rival.gain_of(own)
     if gain is None:

@@ -26,8 +26,8 @@ def curve_chart(state: SessionState) -> Chart:
     found = curves(state)
     groups = _group_alike(found)
     measured = _by_point(state)
-    series = tuple(_series(state, group, measured) for group in groups)
-    return Chart(series, _zones(state, found), "rows", "samples/s")
+    series = tuple(_make_series(state, group, measured) for group in groups)
+    return Chart(series, _mark_failed_batches(state, found), "rows", "samples/s")
 
 
 def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
@@ -53,7 +53,7 @@ def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
     return one.failed_batch == other.failed_batch
 
 
-def _series(
+def _make_series(
     state: SessionState,
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
@@ -117,7 +117,7 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
     return found
 
 
-def _zones(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
+def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
     """Return a vertical line at each device's smallest batch size that ran out of memory.
 
     From the largest of these batch sizes on, the chart is hatched.

@@ -201,7 +201,7 @@ def find_causes(
     """
     rows = [place.row for place in ranks]
     return (
-        *_silent(rows, missing),
+        *_find_silent_causes(rows, missing),
         *(_describe_limit(limit, judged, rows) for limit in judged.limits),
         *_throttled(ranks),
         *_neighbours(rows, processes),
@@ -218,7 +218,7 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
-def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
+def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     """Yield a cause for each silent rank that other ranks wait for.
 
     If all ranks are silent in the same part of a step, yield one cause for all of them. `missing`

@@ -85,7 +85,7 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
+def _monitor_column(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
     """Return the Monitor screen's column with this key, but with these widths.
 
     The column is hidden if the table is narrower than `needs` cells, and in a replay, which has no
@@ -212,9 +212,9 @@ SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
     (
         Column("device", ("device",), (8, 8, 15, 22), _name, "left", most=34),
         Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_shows_probes),
-        _sampled("util", (4, 6, 14)),
-        _sampled("temperature", (3, 5), 45),
-        _sampled("memory", (7, 11, 20), 100),
+        _monitor_column("util", (4, 6, 14)),
+        _monitor_column("temperature", (3, 5), 45),
+        _monitor_column("memory", (7, 11, 20), 100),
         Column("batch", ("batch",), (6,), _batch, needs=41, there=_shows_probes),
         Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, there=_shows_probes),
         Column("interval", ("interval", "known"), (7, 8), _interval, needs=77, there=_shows_probes),

@@ -152,13 +152,13 @@ def draw_timelines(
     tops = _common_tops(plan, histories) if view.common_top else {}
     lines = [_heading(plan, width)]
     for sample, rows in zip(plan.devices, plan.rows, strict=True):
-        parts = [_label(sample, rows, plan.label, sample.device.key == view.chosen)]
+        parts = [_draw_label(sample, rows, plan.label, sample.device.key == view.chosen)]
         for metric in plan.metrics:
             values = histories[sample.device.key, metric.field]
             top = tops.get(metric.field) or _top(sample, metric, values)
-            parts.append([*_graph(sample, metric, top, window.dots(values), rows, column)])
+            parts.append([*_draw_graph(sample, metric, top, window.dots(values), rows, column)])
         lines += _join_parts(parts, width)
-    return (*lines, _axis(plan, window, past.times(window.newest), column, width))
+    return (*lines, _draw_time_axis(plan, window, past.times(window.newest), column, width))
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
@@ -212,7 +212,9 @@ def _heading(plan: GraphPlan, width: int) -> Line:
     return Line(pad(tuple(spans), width))
 
 
-def _label(sample: DeviceSample, rows: int, width: int, chosen: bool) -> list[tuple[Span, ...]]:
+def _draw_label(
+    sample: DeviceSample, rows: int, width: int, chosen: bool
+) -> list[tuple[Span, ...]]:
     """Return the lines in front of a device's graphs: its label, its product name, and blank lines.
 
     If `chosen` is True, the cursor's sign precedes the label.
@@ -229,7 +231,7 @@ def _label(sample: DeviceSample, rows: int, width: int, chosen: bool) -> list[tu
     return [first, name, *[blank] * rows][:rows]
 
 
-def _graph(
+def _draw_graph(
     sample: DeviceSample,
     metric: GraphMetric,
     top: float,
@@ -241,7 +243,7 @@ def _graph(
 
     `dots` has the value of each column of dots. `column` is the cell under the cursor, or None.
     """
-    gutter = _gutter(sample, metric, top, dots, rows, column)
+    gutter = _draw_gutter(sample, metric, top, dots, rows, column)
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
         graph: tuple[Span, ...] = (Span(text, tone),)
@@ -266,7 +268,7 @@ def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, 
     return shade_tone(metric.tone, height)
 
 
-def _gutter(
+def _draw_gutter(
     sample: DeviceSample,
     metric: GraphMetric,
     top: float,
@@ -300,7 +302,7 @@ def _draw_value(reading: Reading, metric: GraphMetric, room: int) -> Span:
     return Span(text, "strong" if current else "dim")
 
 
-def _axis(
+def _draw_time_axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
     """Return the time axis below each column of graphs.

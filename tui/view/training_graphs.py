@@ -200,7 +200,7 @@ def _draw_graphs(
     for row in range(rows):
         own = height * (row + 1) // rows - height * row // rows
         beside = graphs[row * columns : (row + 1) * columns]
-        drawn = [_draw(one, reader, width, own) for one in beside]
+        drawn = [_draw_graph(one, reader, width, own) for one in beside]
         for parts in zip(*drawn, strict=True):
             spans: list[Span] = []
             for place, part in enumerate(parts):
@@ -209,7 +209,7 @@ def _draw_graphs(
     return tuple(lines)
 
 
-def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
+def _draw_graph(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
     """Return a graph in exactly `height` lines: caption, columns of dots, and time axis."""
     rows = height - 2
     window = reader.window

@@ -283,7 +283,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     tone: Tone = "warn" if late else "text"
     lines += text_lines(_describe_speed(row), width, 3, "dim" if row.ended_s else tone)
     lines += _cause_lines(row, late, width)
-    for words in (*_advise(row), *_list_remedies(row)):
+    for words in (*_describe_faster_shares(row), *_list_remedies(row)):
         lines += _marked(words, "good", Mark.CURSOR, width)
     if row.noise is not None:
         batch = sum(rank.share for rank in row.ranks)
@@ -303,7 +303,7 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
     if late and not row.causes:
-        yield from text_lines(_exclude(row), width, 4)
+        yield from text_lines(_list_excluded_causes(row), width, 4)
     for cause in row.causes:
         yield from _marked(cause.text, "warn", Mark.ALARM, width)
 
@@ -315,7 +315,7 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
-def _exclude(row: TrainingRow) -> str:
+def _list_excluded_causes(row: TrainingRow) -> str:
     """Return a text for a training that is slower than its plan, although no cause was found.
 
     It lists which causes were ruled out, and the measurements that ruled them out.
@@ -338,7 +338,7 @@ def _exclude(row: TrainingRow) -> str:
     )
 
 
-def _advise(row: TrainingRow) -> Iterator[str]:
+def _describe_faster_shares(row: TrainingRow) -> Iterator[str]:
     """Yield which shares would be faster, and whether the training will adopt them by itself."""
     # For an ended training, yield why it didn't adopt them. If the current shares are the fastest,
     # yield nothing.

@@ -120,7 +120,7 @@ class Lines(UsesApp, Widget):
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
             rows = super().render_lines(crop)
-            self._drawn = self._keep(crop, rows)
+            self._drawn = self._rows_to_reuse(crop, rows)
         else:
             rows, width = drawn.rows, crop.width - len(drawn.left) - len(drawn.right)
             for y in self._changed:
@@ -132,7 +132,7 @@ class Lines(UsesApp, Widget):
         self._changed.clear()
         return rows
 
-    def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
+    def _rows_to_reuse(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
         """Return the rows of the whole widget for the next drawing; None if it can't reuse them."""
         # They can't be reused if a part of the widget is hidden, or if filters change the colours.
         top, right, bottom, left = self.gutter

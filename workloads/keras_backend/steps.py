@@ -82,9 +82,9 @@ class KerasSteps:
         """
         self.model = model
         model.jit_compile = self.setup.xla
-        self._take(self._devices, passes=False)
+        self._use_split(self._devices, passes=False)
 
-    def _take(self, devices: tuple[str, ...], passes: bool) -> None:
+    def _use_split(self, devices: tuple[str, ...], passes: bool) -> None:
         """Make the model use the `Split` for these devices, with or without passes."""
         # The model's train function for that `Split` is created on first use.
         model = self.model
@@ -114,7 +114,7 @@ class KerasSteps:
         sizes = [[rows for rows in each if rows] for each in (shares, micro)]
         if (devices, bool(micro)) not in self._made:
             self.split = self._make_split(devices, *sizes)
-        self._take(devices, bool(micro))
+        self._use_split(devices, bool(micro))
         if isinstance(self.split.cut, ChangingCut):
             self.split.cut.change(*sizes)
 

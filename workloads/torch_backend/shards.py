@@ -67,7 +67,7 @@ class RecipeShards:
         # with gradient accumulation, gradients coexist with the peak of activations
         self.sharded.frees_gradients = not recipe.accumulates
         move(recipe.optimizer, replaced, module)
-        self._state, self._step = self._measure(recipe.optimizer, device)
+        self._state, self._step = self._measure_state(recipe.optimizer, device)
         hook_forward(module, device, lambda *_: None)
         self._computes = True
 
@@ -94,7 +94,7 @@ class RecipeShards:
         sizes = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*sizes, self._gradients, self._beside)))
 
-    def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
+    def _measure_state(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and an optimizer step's temporary bytes."""
         # A first step with zero gradients is run on this rank's shard. The results are extrapolated
         # from it to the whole model.

@@ -208,7 +208,7 @@ class TrainerSteps:
         self._passes = 0  # number of passes in this step
         self._loss: Any = None  # the sum of these passes' losses
         self._batch: Any = None  # the batch of the last pass
-        optimizer.register_step_pre_hook(self._finish)
+        optimizer.register_step_pre_hook(self._work_before_update)
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
@@ -226,7 +226,7 @@ class TrainerSteps:
         self._passes, self._batch = self._passes + 1, batch
         return loss
 
-    def _finish(self, *given: Any) -> None:
+    def _work_before_update(self, *given: Any) -> None:
         """Do what the Trainer does before each optimizer step, so that steps take as long."""
         # The Trainer waits for the loss, counts the operations of each pass (which visits all
         # parameters), and clips the gradients.

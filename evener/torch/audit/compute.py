@@ -124,14 +124,14 @@ class GradientSketcher:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for model in self._models:
-                stack.enter_context(_bare(model))
+                stack.enter_context(_without_ddp(model))
             stack.enter_context(_fixed_statistics(self._modules))
             self._restores = [
                 keep_closure(self._function),
                 keep_with_frozen(*self._modules, *self._holders, apart=self._apart),
             ]
             if moves:
-                stack.enter_context(_moved(self._tensors.values()))
+                stack.enter_context(_with_noisy_weights(self._tensors.values()))
             self._at_once = _has_room(self._tensors.values())
             yield self
 
@@ -150,7 +150,7 @@ class GradientSketcher:
         draws = 0
         for piece in computation:
             randomness = EvenRandomness(disturbance, seed)
-            self._compute(piece, sums, randomness, seed)
+            self._compute_piece(piece, sums, randomness, seed)
             draws += randomness.random
             computed |= randomness.kinds
         self.draws += draws
@@ -176,12 +176,12 @@ class GradientSketcher:
         for piece in computation:
             if self._known.draws is None:
                 randomness = EvenRandomness()
-                self._compute(piece, sums, randomness, SEED)
+                self._compute_piece(piece, sums, randomness, SEED)
                 self._known.computed |= randomness.kinds
                 self._known.draws = randomness.random > 0
             else:
                 quick = QuickPass()
-                self._compute(piece, sums, quick, SEED)
+                self._compute_piece(piece, sums, quick, SEED)
                 self._known.draws = quick.has_drawn
             if self._known.draws:
                 return None
@@ -197,7 +197,7 @@ class GradientSketcher:
         """Wait for the GPU, and convert the sums that `sum_quickly` returned to a sketch."""
         return sums.sketch(self._known.computed)
 
-    def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
+    def _compute_piece(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
         """Run a piece with random numbers from `seed`, and add its gradient to `sums`.
 
         The loss is computed inside the context `mode`: an EvenRandomness or a QuickPass.
@@ -263,7 +263,7 @@ def _measure_room(device: torch.device) -> int:
 
 
 @contextmanager
-def _bare(model: Any) -> Iterator[None]:
+def _without_ddp(model: Any) -> Iterator[None]:
     """Return a context in which calling a DistributedDataParallel calls the module inside it."""
     # an audit must not trigger the wrapper's all-reduce, which belongs to the training step
     inner = unwrap_compiled(model)
@@ -298,13 +298,13 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _moved(tensors: Iterable[Any]) -> Iterator[None]:
+def _with_noisy_weights(tensors: Iterable[Any]) -> Iterator[None]:
     """Return a context in which noise is added to weights whose values are all equal."""
     # each is refilled with its single value on exit, so no copies are needed
     moved: list[tuple[torch.Tensor, float]] = []
     seed_torch(SEED)
     try:
-        for data, value in _list_equal(tensors):
+        for data, value in _list_constant_tensors(tensors):
             moved.append((data, value))
             data.add_(torch.randn_like(data), alpha=MOVE)
         yield
@@ -313,7 +313,7 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
             data.fill_(value)
 
 
-def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
+def _list_constant_tensors(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, float]]:
     """Return the floating-point tensors whose elements are all equal, each with this value.
 
     Tensors with a single element, and subclasses of Tensor, are left out.

@@ -23,10 +23,10 @@ def unfold(data: Any) -> Any:
 
     A batch without objects is returned unchanged.
     """
-    return _unfold(data, set()) if find_objects(data) else data
+    return _unfold_nested(data, set()) if find_objects(data) else data
 
 
-def _unfold(data: Any, seen: set[int]) -> Any:
+def _unfold_nested(data: Any, seen: set[int]) -> Any:
     """Return the tensors in nested data, as nested dicts and lists; None if there are none.
 
     `seen` has the ids of the objects that contain `data`.
@@ -40,10 +40,10 @@ def _unfold(data: Any, seen: set[int]) -> Any:
     if is_object(data):
         data = vars(data)
     if isinstance(data, Mapping):
-        values = {name: _unfold(data[name], inner) for name in data}
+        values = {name: _unfold_nested(data[name], inner) for name in data}
         return {name: each for name, each in values.items() if each is not None} or None
     if isinstance(data, tuple | list):
-        items = [_unfold(each, inner) for each in data]
+        items = [_unfold_nested(each, inner) for each in data]
         return [each for each in items if each is not None] or None
     return None
 
@@ -57,7 +57,7 @@ def find_objects(data: Any) -> list[Any]:
         return [found for name in data for found in find_objects(data[name])]
     if isinstance(data, tuple | list):
         return [found for each in data for found in find_objects(each)]
-    return [data] if is_object(data) and _unfold(data, set()) else []
+    return [data] if is_object(data) and _unfold_nested(data, set()) else []
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:

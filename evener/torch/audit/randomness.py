@@ -69,14 +69,14 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         if _is_plain(function):
             result = function(*arguments, **(keywords or {}))
         else:
-            result = self._call(function, arguments, dict(keywords or {}))
+            result = self._run_equal_per_row(function, arguments, dict(keywords or {}))
         if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
         if self._disturbance:
-            self._disturb(function.overloadpacket.__name__, arguments, result)
+            self._add_rounding_errors(function.overloadpacket.__name__, arguments, result)
         return result
 
-    def _call(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+    def _run_equal_per_row(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         """Return the result of an operation that may drop values or draw random numbers.
 
         Nothing is dropped, and every row gets the same random numbers.
@@ -89,11 +89,13 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*arguments, **keywords)
         self.draws += 1
-        result, random = _draw(function, list(arguments), keywords, self._seed + self.draws)
+        result, random = _draw_equal_rows(
+            function, list(arguments), keywords, self._seed + self.draws
+        )
         self.random += random
         return result
 
-    def _disturb(self, name: str, arguments: Any, result: Any) -> None:
+    def _add_rounding_errors(self, name: str, arguments: Any, result: Any) -> None:
         """Simulate rounding: add random errors to the results of an operation that sums many terms.
 
         `name` is the operation's name, and `arguments` are its arguments. Operations that don't sum
@@ -109,9 +111,11 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 continue
             terms = _count_terms(name, arguments, place)
             if terms and each.numel() > 1:
-                self._add_errors(each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1)
+                self._add_relative_errors(
+                    each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1
+                )
 
-    def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
+    def _add_relative_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
         """Add random errors in proportion to the root mean square of each row of `result`.
 
         `terms` is the number of terms in each sum. Values with the same indices on the axes before
@@ -179,7 +183,9 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return self.function(*self.arguments, **self.keywords)
 
 
-def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
+def _draw_equal_rows(
+    function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int
+) -> Any:
     """Call a random operation so that every row gets the same values, determined by `seed`.
 
     Return the operation's result, and whether it is random. Dropout keeps all values, and a
@@ -189,20 +195,20 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     if draw.name == _CUDNN:
         return draw.call(), False
     keywords.pop("generator", None)  # the user's own generator isn't advanced
-    made = _draw_nothing(draw)
+    made = _fixed_instead_of_random(draw)
     if made is not None:
         return made, False
     if _needs_generator(function):
         keywords["generator"] = None  # PyTorch's own
     seed_torch(seed)
-    for rule in (_draw_by_arguments, _draw_size, _draw_like):
+    for rule in (_draw_by_arguments, _draw_size, _fill_equal_rows):
         made = rule(draw)
         if made is not None:
             return made, True
     return draw.call(), True
 
 
-def _draw_nothing(draw: _Draw) -> Any:
+def _fixed_instead_of_random(draw: _Draw) -> Any:
     """Return a fixed result for an operation that mustn't be random in an audit, else None.
 
     - A permutation moves each entry to the place before it.
@@ -246,7 +252,7 @@ def _draw_size(draw: _Draw) -> Any:
     return draw.call()[: shape[-1]].expand(shape).clone()
 
 
-def _draw_like(draw: _Draw) -> Any:
+def _fill_equal_rows(draw: _Draw) -> Any:
     """Draw equal rows into a tensor, or into a new tensor of the same shape.
 
     Return None for other operations, and for those with several tensor arguments.

@@ -161,12 +161,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 self.end_backward(arguments[0])
             return result
         if self.losses and not self.steps:
-            self._note_use(function, (arguments, given))
+            self._record_number_use(function, (arguments, given))
         draw = _find_draw(given)
         result = function(*arguments, **given)
         self.note_call(function, arguments, given, result)
         if function in _SIZES:
-            return self._mark(arguments[0], result)
+            return self._mark_size(arguments[0], result)
         self._write(function, arguments, given, result, draw=draw)
         return result
 
@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             found += tensors_in(unfold(objects))
         return found
 
-    def _mark(self, tensor: Any, result: Any) -> Any:
+    def _mark_size(self, tensor: Any, result: Any) -> Any:
         """Return `result`, the size that the program read from a tensor.
 
         If its first dimension is the batch's number of rows, that becomes a RowNumber.
@@ -263,7 +263,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             else RowNumber(result)
         )
 
-    def _note_use(self, function: Any, given: Any) -> None:
+    def _record_number_use(self, function: Any, given: Any) -> None:
         """Record the numbers that a call of `function` combines with weights or gradients.
 
         `given` are the call's arguments.
@@ -316,7 +316,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
         If they can't be determined, return the reason, as a part of a message.
         """
-        places, reached, is_known = self._walk(loss)
+        places, reached, is_known = self._find_computing_calls(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
         if id(loss) not in self._from_model:
@@ -327,7 +327,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return "its loss is computed with rows that aren't tensors of its batch"
         return sorted(places)
 
-    def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
+    def _find_computing_calls(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
         """Return the indices of the calls that computed the tensor `wanted`, and two flags.
 
         The first flag is True if one of them uses a tensor of the batch. The second is True if no
@@ -475,7 +475,7 @@ class LossRecord:
             raise ValueError(f"the batch has {len(self.batch)} tensors, these rows {len(given)}")
         pairs = zip(self.batch, given, strict=True)
         known: dict[int, Any] = {id(own): each.to(own.device, copy=True) for own, each in pairs}
-        number = partial(_scale, counts, self.rows, rows)
+        number = partial(_scale_row_count, counts, self.rows, rows)
         fresh = {type(each): _find_only(type(each), objects) for each in self.objects}
         made: torch.Tensor = replay(self._entries, known, rows, number, id(self._loss), fresh)
         return made
@@ -554,7 +554,7 @@ def _find_place() -> str:
     return ""
 
 
-def _scale(counts: int, was: int, now: int, number: Any) -> Any:
+def _scale_row_count(counts: int, was: int, now: int, number: Any) -> Any:
     """Return a recorded number, converted from `was` to `now` rows if it is a count of rows.
 
     `counts` selects which numbers are counts; see `LossRecord.compute`.
@@ -578,7 +578,7 @@ def may_count(rows: int, number: float) -> bool:
 
     Such a number must be converted when a loss is computed again for another number of rows.
     """
-    return bool(_scale(MULTIPLES, rows, 2 * rows, number) != number)
+    return bool(_scale_row_count(MULTIPLES, rows, 2 * rows, number) != number)
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
@@ -634,7 +634,7 @@ def _replay_entries(
             entry.draw.restore()
         counted = _same if entry.from_model else number
         changed = set(map(id, nested_tensors(entry.result)))
-        now = partial(_now, known, rows, counted, changed, fresh)
+        now = partial(_replace_argument, known, rows, counted, changed, fresh)
         under = (
             nullcontext()
             if entry.autocast is None
@@ -665,7 +665,7 @@ def _same(number: Any) -> Any:
     return number
 
 
-def _now(
+def _replace_argument(
     known: dict[int, Any],
     rows: int,
     number: Callable[[Any], Any],

@@ -135,7 +135,7 @@ def choose_few_rows(
     if rows < 2:
         return None
     try:
-        whole = _pick(batch, rows, in_order, most)
+        whole = _pick_rows(batch, rows, in_order, most)
         count = min(rows, most) // 2 * 2
         first_of_unequal, half_of_rows = _first(count), count // 2
         parts = _cut(whole, first_of_unequal, count)
@@ -182,7 +182,7 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
     return [ranked[place * (len(ranked) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
+def _pick_rows(batch: Any, rows: int, in_order: bool, most: int) -> Any:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
     If each tensor has an entry per row, `spread_places` chooses the rows. Otherwise the first rows

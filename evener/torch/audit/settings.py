@@ -62,7 +62,7 @@ class LossSettings:
                 changed |= module.has_changed(self._checks)
                 checked += module.count
         if function is not None:
-            _collect(0, "function", function, DEPTH, found)
+            _collect_settings(0, "function", function, DEPTH, found)
         if code is not None:
             _collect_globals(*code, DEPTH, found)
         return self._others.note(found, self._checks) or changed
@@ -140,7 +140,9 @@ class _ModuleSettings:
         )
 
 
-def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
+def _collect_settings(
+    holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]
+) -> None:
     """Add a setting, or the settings inside an object or function, to `found`.
 
     `value` is the attribute or variable `name` of the object with the id `holder`. Nested objects
@@ -154,10 +156,10 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
         found[holder, name] = id(value)
     elif isinstance(value, partial):
         for place, each in enumerate((value.func, *value.args, *value.keywords.values())):
-            _collect(holder, (name, place), each, depth, found)
+            _collect_settings(holder, (name, place), each, depth, found)
     elif isinstance(value, MethodType):
-        _collect(holder, name, value.__func__, depth, found)
-        _collect(id(value.__func__), "self", value.__self__, depth, found)
+        _collect_settings(holder, name, value.__func__, depth, found)
+        _collect_settings(id(value.__func__), "self", value.__self__, depth, found)
     elif isinstance(value, FunctionType):
         _collect_function(holder, name, value, depth, found)
     elif isinstance(value, dict):
@@ -189,7 +191,7 @@ def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")
             if plain and not isinstance(each, type | ModuleType | torch.nn.Module | FunctionType):
-                _collect(id(holder), name, each, depth, found)
+                _collect_settings(id(holder), name, each, depth, found)
 
 
 def _collect_function(
@@ -201,7 +203,7 @@ def _collect_function(
     names = function.__code__.co_freevars
     for own, cell in zip(names, function.__closure__ or (), strict=True):
         # a function defined in the loop is a new object in each step, but its variables aren't
-        _collect(id(cell), own, read_cell(cell), depth - 1, found)
+        _collect_settings(id(cell), own, read_cell(cell), depth - 1, found)
     _collect_globals(function.__code__, function.__globals__, depth - 1, found)
 
 
@@ -211,4 +213,4 @@ def _collect_globals(
     for name in sorted(list_names(code)):
         value = variables.get(name)
         if name in variables and not isinstance(value, type | ModuleType):
-            _collect(id(variables), name, value, depth, found)
+            _collect_settings(id(variables), name, value, depth, found)

@@ -102,7 +102,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
     """
     # reentrant checkpoints, for example, don't support torch.autograd.grad
     try:
-        found = _agree_quickly(sketcher, computations, moves) or _audit(
+        found = _try_quick_passes(sketcher, computations, moves) or _audit(
             sketcher, computations, moves
         )
         if found.sketch.sums or sketcher.losses_only:
@@ -114,7 +114,7 @@ def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = 
     return _audit(sketcher, computations, moves)
 
 
-def _agree_quickly(
+def _try_quick_passes(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
     """Audit with quick passes; return None if they find a difference or can't be used."""
@@ -128,7 +128,7 @@ def _agree_quickly(
         sketches = sketcher.read(reference), sketcher.read(trained)
     if compare(*sketches) is not None:
         return None
-    return _report(sketcher, computations, sketches[0])
+    return _report_agreement(sketcher, computations, sketches[0])
 
 
 def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) -> Audited:
@@ -167,9 +167,9 @@ class _Comparison:
         if sketcher.measures:
             self._noises = find_noises(self._reference, self._repeats)
         difference = compare(self._reference, self._trained, self._repeats)
-        return self._result() if difference is None else self._explain(difference)
+        return self._result() if difference is None else self._explain_difference(difference)
 
-    def _explain(self, difference: GradientDifference) -> Audited:
+    def _explain_difference(self, difference: GradientDifference) -> Audited:
         """Return a result with the difference and its cause.
 
         The result has no difference if random numbers explain it.
@@ -205,7 +205,7 @@ class _Comparison:
         fault: str = "",
         explained: bool = False,
     ) -> Audited:
-        found = _report(self._sketcher, self._computations, self._reference)
+        found = _report_agreement(self._sketcher, self._computations, self._reference)
         return msgspec.structs.replace(
             found,
             difference=difference,
@@ -216,7 +216,9 @@ class _Comparison:
         )
 
 
-def _report(sketcher: GradientSketcher, computations: Computations, reference: Sketch) -> Audited:
+def _report_agreement(
+    sketcher: GradientSketcher, computations: Computations, reference: Sketch
+) -> Audited:
     """Return the result of an audit that found no difference.
 
     `reference` is the sketch of the reference gradient.

@@ -726,7 +726,7 @@ class StepTimer:
         missing = sum(each.counts for each in self._marked)
         if count <= missing:
             return []
-        return [self._describe(*each) for each in list(self._steps)[-(count - missing) :]]
+        return [self._make_timed_step(*each) for each in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
         """Compute the times of the steps that the device has finished since the last call."""
@@ -793,16 +793,18 @@ class StepTimer:
     def _time(self, marked: _MarkedStep) -> _StepDurations:
         """Compute, from its marks, the times of a step that the device has finished."""
         asked, marks = marked.asked, marked.marks
-        spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
+        spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])
         if asked is None:
-            sums = self._sum_up(marked, spans, 0.0)
+            sums = self._list_step_sums(marked, spans, 0.0)
             return _StepDurations(spans, last_s, math.nan, math.nan, sums)
         input_s = self._clock.seconds(asked, marks[0][1])
         step_s = self._clock.seconds(asked, marked.done)
-        return _StepDurations(spans, last_s, input_s, step_s, self._sum_up(marked, spans, input_s))
+        return _StepDurations(
+            spans, last_s, input_s, step_s, self._list_step_sums(marked, spans, input_s)
+        )
 
-    def _describe(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
+    def _make_timed_step(self, marked: _MarkedStep, spent: _StepDurations) -> TimedStep:
         """Return the times of a step as a TimedStep, with NaN for unknown times."""
         spans, last = dict(spent.spans), marked.marks[-1][0]
         if last in (OWN, SUM, UPDATE):  # the end of these phases is unknown
@@ -828,7 +830,7 @@ class StepTimer:
             spent.sums,
         )
 
-    def _sum_up(
+    def _list_step_sums(
         self, marked: _MarkedStep, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
         """Return the times of a step, in seconds, in the order of the fields of StepSums.
@@ -842,7 +844,7 @@ class StepTimer:
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
         if marked.apart:
             end = marked.marks[0][1] if marked.asked is None else marked.asked
-            apart, rest_s = _add_spans(self._clock.seconds, marked.apart, end)
+            apart, rest_s = _total_phases(self._clock.seconds, marked.apart, end)
             _add_last_batch(apart, rest_s, marked.validations[0])
             files_s += apart.get(FILES, 0.0)
             validation_s += apart.get(VALIDATION, 0.0)
@@ -888,7 +890,7 @@ def _positive(seconds: float) -> float:
     return seconds if seconds > 0 else 0.0
 
 
-def _add_spans(
+def _total_phases(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
     """Return the total duration of each phase from the first mark to `end`, in seconds.
@@ -1126,7 +1128,7 @@ def _note_updated(*_: Any) -> None:
             timer.note_updated()
 
 
-def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _notify_timers_of_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Notify all timers that an optimizer begins to update the weights.
 
     PyTorch calls this hook before each step of an optimizer, the first of `arguments`. Return new
@@ -1155,7 +1157,7 @@ def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
 
 def _register() -> list[Any]:
     return [
-        register_optimizer_step_pre_hook(_tell_update),
+        register_optimizer_step_pre_hook(_notify_timers_of_update),
         register_optimizer_step_post_hook(_note_updated),
     ]
 

@@ -24,9 +24,9 @@ def time_waits(timer: Any) -> None:
     """
     # there, the host doesn't wait for collectives
     _timers.add(timer)
-    _watch(dist.Work, "wait")
+    _time_waits_in(dist.Work, "wait")
     for name in ("wait_event", "wait_stream"):
-        _watch(torch.cuda.Stream, name, _is_current)
+        _time_waits_in(torch.cuda.Stream, name, _is_current)
 
 
 def _is_current(stream: Any) -> bool:
@@ -36,7 +36,7 @@ def _is_current(stream: Any) -> bool:
     return bool(stream == torch.cuda.current_stream(stream.device))
 
 
-def _watch(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
+def _time_waits_in(kind: Any, name: str, counts: Callable[[Any], bool] | None = None) -> None:
     """Replace a method of the class `kind` so that timers know when the program waits in it.
 
     `counts` returns True for an object whose calls are such waits. None counts all calls.

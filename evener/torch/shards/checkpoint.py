@@ -136,12 +136,12 @@ def _parameters(sharded: AnyModel, wanted: Collection[str]) -> Iterator[Tensors]
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
-            yield _whole(flat, flat.shard)
+            yield _gather_parameters(flat, flat.shard)
     slots = [slot for slot in _whole_slots(sharded) if not wanted or slot.names[0] in wanted]
-    yield from _on_host(sharded, {slot.names[0]: slot.piece for slot in slots})
+    yield from _copy_to_host(sharded, {slot.names[0]: slot.piece for slot in slots})
 
 
-def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+def _copy_to_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
     """Yield copies of the tensors in host memory, in dicts of at least FILE_BYTES but the last.
 
     Ranks other than 0 yield nothing.
@@ -160,7 +160,7 @@ def _on_host(sharded: AnyModel, tensors: Mapping[str, torch.Tensor]) -> Iterator
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
+def _gather_parameters(flat: Flat, shard: torch.Tensor) -> Tensors:
     """Return the parameters in a flat as whole tensors by name, in host memory.
 
     `shard` is this rank's shard of the parameters, or of one kind of optimizer state, such as
@@ -194,15 +194,15 @@ def _states(sharded: AnyModel, optimizer: Any) -> Iterator[Tensors]:
     parameters. Step counters are left out.
     """
     for flat in _flats(sharded):
-        yield from _states_of(flat, optimizer)
+        yield from _gather_optimizer_states(flat, optimizer)
     whole = Tensors()
     for slot in _whole_slots(sharded):
         state = optimizer.state.get(slot.piece, {})
         whole |= {f"{slot.names[0]}/{kind}": state[kind] for kind in _shard_kinds(state)}
-    yield from _on_host(sharded, whole)
+    yield from _copy_to_host(sharded, whole)
 
 
-def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
+def _gather_optimizer_states(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
     """Yield a dict of a flat's whole optimizer state for each kind of state, such as exp_avg."""
     slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
     kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
@@ -215,7 +215,7 @@ def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
             low, high = flat.range_of(slot)
             shard[low:high].copy_(value)
         names = {slot.names[0] for slot in values}
-        whole = _whole(flat, shard).items()
+        whole = _gather_parameters(flat, shard).items()
         yield {f"{name}/{kind}": tensor for name, tensor in whole if name in names}
 
 
@@ -577,7 +577,7 @@ class _Reader:
         for slot in flat.slots if self._reads else ():
             name = next((name + kind for name in slot.names if name + kind in self._maps), None)
             if name is not None:
-                found = self._get(name)
+                found = self._read_tensor(name)
                 if found is not None:
                     whole[slot.start : slot.start + slot.numel].copy_(found.reshape(-1))
         with own_collectives():
@@ -597,7 +597,7 @@ class _Reader:
 
         Tensors that aren't in the checkpoint, or can't be read, are left out.
         """
-        found = {name: self._get(name) for name in names if self._reads}
+        found = {name: self._read_tensor(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
             name: [str(each.dtype).removeprefix("torch."), *each.shape]
@@ -618,7 +618,7 @@ class _Reader:
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)
-            found = self._get(name) if self._reads else None
+            found = self._read_tensor(name) if self._reads else None
             values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
             values.copy_(buffer if found is None else found)
             if not is_alone():
@@ -626,7 +626,7 @@ class _Reader:
                     dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
             buffer.copy_(values)
 
-    def _get(self, name: str) -> Any:
+    def _read_tensor(self, name: str) -> Any:
         """Return a tensor of the checkpoint, or None if it can't be read."""
         # the error goes to `fault`, because other ranks wait for this rank
         try:

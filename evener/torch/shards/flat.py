@@ -152,7 +152,7 @@ class Flat:
         slot.fired = True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _take_all(self, weight: float) -> torch.Tensor:
+    def _collect_gradients(self, weight: float) -> torch.Tensor:
         """Move the gradients of whole parameters to the buffer, times `weight`, and return it."""
         # one copy operation for all gradients costs the host less time than one for each
         buffer = self._open()
@@ -203,7 +203,7 @@ class Flat:
             self.receive()
             self._send_all(self._sender, weight)
             return
-        gradients = self._take_all(weight)
+        gradients = self._collect_gradients(weight)
         if self._place.single_rank:
             self._work = [_ALONE]
         else:
@@ -234,12 +234,12 @@ class Flat:
         if self._sender is not None:
             summed = torch.empty_like(self.shard)
             self._sender.add_up(summed)
-            self._add(summed, keeps=True)
+            self._add_reduced(summed, keeps=True)
             self.held.add("gathered", -self._sender.taken_bytes - self._sender.received_bytes)
             self._work, self._sends = [], False
             return
         assert self._grads is not None
-        self._add(self._grads[self.start : self.stop])
+        self._add_reduced(self._grads[self.start : self.stop])
         self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
@@ -267,7 +267,7 @@ class Flat:
                 slot.view = view
         return self._grad_shard
 
-    def _add(self, summed: torch.Tensor, keeps: bool = False) -> None:
+    def _add_reduced(self, summed: torch.Tensor, keeps: bool = False) -> None:
         """Add the reduced gradients `summed` to the gradients that this rank's shard already has.
 
         If it has none, its gradient becomes a copy of `summed`, or `summed` itself with `keeps`.

@@ -91,7 +91,7 @@ def shard(
     check_model(model, training.plan, training.strict)
     if training.world == 1:
         return training.wrap(model)
-    _check(training, model)
+    _check_supported(training, model)
     pack_weights(model, training.device)
     check_buffers(model)
     chosen = choose_units(model, units) if level == "all" else {}
@@ -100,7 +100,7 @@ def shard(
     def count_beside() -> int:
         return count_gathered(model, chosen, dtype, casts, received if level == "all" else None)
 
-    parts = _parts(training, state, count_beside)
+    parts = _choose_parts(training, state, count_beside)
     rows = training.ranks.batches
     first = next(rank for rank, own in enumerate(rows) if own)
     place = ShardRank(training.rank, parts, training.device, first=first)
@@ -161,7 +161,7 @@ def trains_shards_only(model: Any) -> bool:
     return isinstance(sharded, Sharded) and sharded.whole is None
 
 
-def _check(training: PlannedTraining, model: Any) -> None:
+def _check_supported(training: PlannedTraining, model: Any) -> None:
     """Raise RequestError if the model or an option of the training run doesn't support shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
@@ -191,7 +191,7 @@ def check_buffers(model: Any) -> None:
         )
 
 
-def _parts(
+def _choose_parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
     """Return which part of the model's state each rank holds, as relative sizes.
@@ -201,7 +201,9 @@ def _parts(
     other things. Raises RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
-    parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
+    parts = tuple(state or ()) or (
+        planned if all(planned) else _free_bytes_by_rank(training, beside())
+    )
     check_ratios(parts)
     if len(parts) != training.world or not all(parts):
         raise RequestError(
@@ -211,7 +213,7 @@ def _parts(
     return parts
 
 
-def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
+def _free_bytes_by_rank(training: PlannedTraining, beside: int) -> tuple[float, ...]:
     """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
 
     `beside` is the number of bytes that a rank needs for other things.
@@ -319,11 +321,11 @@ def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> t
     `own` are this rank's shards, and `kind` is the order of the norm.
     """
     parts = [each for each in own if each.numel()]
-    total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
+    total = _norm_over_ranks(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
-def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
+def _norm_over_ranks(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
     """Return the norm over all ranks, computed from the norm of each rank.
 
     `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.

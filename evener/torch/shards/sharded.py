@@ -259,7 +259,7 @@ class Sharded:
         Return False if no output requires a gradient. Raises RequestError if the outputs' tensors
         can't be found.
         """
-        seen = list(_look_into(outputs))
+        seen = list(_find_tensors(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
         hiding = next(
             (type(each).__name__ for each in seen if not isinstance(each, torch.Tensor)), None
@@ -321,7 +321,7 @@ class Sharded:
             if self.whole is not None:
                 self.whole.begin()
             self._task = backward_number()
-            call_after_backward(self._end)
+            call_after_backward(self._finish_backward)
         self.begun(batch, batch if begins else self._passing)
         self._passing = batch
 
@@ -370,7 +370,7 @@ class Sharded:
         if self._task is None:
             self.arm(self._batch)
 
-    def _end(self) -> None:
+    def _finish_backward(self) -> None:
         """Finish the backward pass: reduce the remaining gradients, or keep them for later."""
         if self._follower is not None:
             self._follower.end_backward()
@@ -383,7 +383,7 @@ class Sharded:
             self._sending.receive()
         self._sending = self._task = self._passing = None
         self.waits = self.whole is not None and not self._sums
-        self._settle()
+        self._set_gradients()
         if not self.waits:
             self.ran = True
             self.done()
@@ -407,7 +407,7 @@ class Sharded:
                 "Call zero_grad() after the optimizer's step alone.",
             )
 
-    def _settle(self) -> None:
+    def _set_gradients(self) -> None:
         """Set the `.grad` of each parameter that any rank used in the backward pass."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
@@ -592,7 +592,7 @@ class _UnitInputs(torch.autograd.Function):  # type: ignore[misc]  # torch isn't
         return (None, None, *gradients)
 
 
-def _look_into(outputs: Any) -> Iterator[Any]:
+def _find_tensors(outputs: Any) -> Iterator[Any]:
     """Yield the tensors in nested outputs, and the objects that may hide tensors.
 
     Simple values, such as numbers and strings, are skipped.
@@ -615,7 +615,7 @@ def _look_into(outputs: Any) -> Iterator[Any]:
         yield outputs
         return
     for each in items:
-        yield from _look_into(each)
+        yield from _find_tensors(each)
 
 
 def _in_backward() -> bool:

@@ -35,7 +35,9 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     kinds = [each for item in given for each in (item.children() if _lists(item) else (item,))]
     classes = tuple(each for each in kinds if isinstance(each, type))
     modules = {id(each) for each in kinds if isinstance(each, Module)}
-    found = dict(_find("", model, lambda each: isinstance(each, classes) or id(each) in modules))
+    found = dict(
+        _find_outermost("", model, lambda each: isinstance(each, classes) or id(each) in modules)
+    )
     if not found:
         raise RequestError(
             "None of the model's modules is one of units=.",
@@ -44,7 +46,7 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     return found
 
 
-def _find(
+def _find_outermost(
     name: str,
     module: Any,
     takes: Callable[[Any], bool],
@@ -59,7 +61,7 @@ def _find(
         if takes(child):
             yield f"{name}{each}", child
         elif enters(child):
-            yield from _find(f"{name}{each}.", child, takes, enters)
+            yield from _find_outermost(f"{name}{each}.", child, takes, enters)
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
@@ -71,15 +73,15 @@ def _choose_blocks(model: Any) -> dict[str, Any]:
     def is_called(module: Any) -> bool:
         return not _lists(module) and _count(module) > 0
 
-    lists = _find("", model, _repeats)
+    lists = _find_outermost("", model, _repeats)
     blocks = {
         own: block
         for name, each in lists
-        for own, block in _find(f"{name}.", each, is_called, _lists)
+        for own, block in _find_outermost(f"{name}.", each, is_called, _lists)
     }
     if blocks:
         least = LARGE_LAYER * min(map(_count, blocks.values()))
-        layers = _find(
+        layers = _find_outermost(
             "",
             model,
             lambda each: not any(each.children()) and _count(each) >= least,
@@ -91,7 +93,9 @@ def _choose_blocks(model: Any) -> dict[str, Any]:
     def opens(module: Any) -> bool:
         return _lists(module) or (_count(module) > most and any(module.children()))
 
-    return dict(_find("", model, lambda each: not opens(each) and _count(each) > 0, opens))
+    return dict(
+        _find_outermost("", model, lambda each: not opens(each) and _count(each) > 0, opens)
+    )
 
 
 def _lists(module: Any) -> bool:
@@ -114,7 +118,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
     "". Raises RequestError if a parameter can't be sharded.
     """
     found: dict[int, Slot] = {}
-    for path, module, unit in _walk(
+    for path, module, unit in _walk_with_units(
         "", model, "", {id(each): name for name, each in units.items()}
     ):
         for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -130,7 +134,7 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
     return sorted_
 
 
-def _walk(
+def _walk_with_units(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield the path of each module, the module itself, and the name of its unit.
@@ -142,7 +146,7 @@ def _walk(
     yield path, module, unit
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(f"{path}.{name}".lstrip("."), child, unit, units)
+            yield from _walk_with_units(f"{path}.{name}".lstrip("."), child, unit, units)
 
 
 def _check_kind(name: str, tensor: Any) -> None:

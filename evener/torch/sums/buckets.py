@@ -92,7 +92,9 @@ class Bucket:
         pairs = enumerate(zip(gradients, self._views, strict=True))
         places = [place for place, (each, view) in pairs if each is not view and each is not None]
         if places:
-            self._copy([self._views[each] for each in places], [gradients[each] for each in places])
+            self._copy_weighted(
+                [self._views[each] for each in places], [gradients[each] for each in places]
+            )
         for place in places:
             self._parameters[place].grad = self._views[place]
             self._forget(place)
@@ -104,14 +106,16 @@ class Bucket:
         """
         # with as few calls of PyTorch as possible
         if self._fuses and weight not in (0.0, 1.0):
-            self._copy(self._views, gradients, weight)
+            self._copy_weighted(self._views, gradients, weight)
             self._flags.copy_(flags)
         else:
-            self._copy(self._targets, [*gradients, flags])
+            self._copy_weighted(self._targets, [*gradients, flags])
             self._multiply(weight)
         _set_gradients(self._parameters, self._views)
 
-    def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
+    def _copy_weighted(
+        self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0
+    ) -> None:
         """Copy gradients, multiplied by the weight, into views of the bucket.
 
         Raises RequestError if gradients are sparse, of another dtype or differentiable.

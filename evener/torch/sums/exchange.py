@@ -9,9 +9,9 @@ An exchange has these states; the attribute that shows a state is in brackets:
 
     idle ── a forward pass is watched ──► waiting [waits]
     waiting ── a backward pass reaches its outputs: `arm` ──► collecting [_armed]
-    collecting ── a gradient comes: `_look` ──► collecting, complete buckets sent [_sent] if the
-                  pass ends in a sum [_sync] and the order of gradients is known [_early]
-    collecting ── the backward pass is over: `_finish_pass`, `_wait`
+    collecting ── a gradient comes: `_send_ready_buckets` ──► collecting; complete buckets are sent
+                  [_sent] if the pass ends in a sum [_sync] and the order is known [_early]
+    collecting ── the backward pass is over: `_finish_pass`, `_wait_for_sums`
                   ├─ it ends in a sum ──► all buckets sent and received ──► idle [sums + 1]
                   └─ under no_sync ──► gradients stay on this rank ──► waiting [unsummed]
     collecting ── memory runs out: `fail` ──► waiting; what was sent stays [held.final]
@@ -297,7 +297,7 @@ class Exchange:
         self._came.update(came)
         self._repeats |= len(self._came) < count
 
-    def _look(self, bucket: Bucket) -> None:
+    def _send_ready_buckets(self, bucket: Bucket) -> None:
         """Send complete buckets; called when the last gradient expected in `bucket` is computed."""
         # before the order is known, gradients are only copied into the bucket
         if not self._armed or self.held.apart:
@@ -368,7 +368,7 @@ class Exchange:
             self.unsummed = True
         self.held.close()
 
-    def _wait(self) -> None:
+    def _wait_for_sums(self) -> None:
         """Wait for the sum of gradients, if the backward pass has started one, and use it."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
@@ -467,7 +467,7 @@ own_hooks: set[int] = set()  # handle ids of evener's hooks on parameters
 
 def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
     if (exchange := reference()) is not None:
-        exchange._look(bucket)
+        exchange._send_ready_buckets(bucket)
 
 
 def _end(task: int) -> None:
@@ -478,7 +478,7 @@ def _end(task: int) -> None:
         exchange._finish_pass()
     for exchange in ended:
         _open.pop(exchange, None)
-        exchange._wait()
+        exchange._wait_for_sums()
 
 
 def is_in_backward(task: int) -> bool:
