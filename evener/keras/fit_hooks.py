@@ -103,7 +103,7 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Return `step` with an op in its graph that records when its rows are available."""
+        """Return `step` with an op in its graph that records when the step's rows are available."""
         # XLA has no clock
 
         @functools.wraps(step)

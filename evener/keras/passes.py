@@ -147,8 +147,9 @@ class StepStates:
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
     """Combine the devices' updates of each state, and assign the result to the state.
 
-    `calls` has, for each device's call, its fraction of the rows and its updates. An update's kind
-    says how it is combined (see `StateUpdate`). A SAME state gets the first call's value.
+    `calls` has a pair for each device's call: its fraction of the rows, and its updates. An
+    update's kind says how it is combined (see `StateUpdate`). A SAME state gets the first call's
+    value.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:

@@ -252,8 +252,8 @@ class SharedBatches:
     def draw(self, drawn: Iterator[Any], resumes: bool) -> Iterator[Any]:
         """Yield an epoch's batches, divided by shares if possible.
 
-        `drawn` has the batches of the program's own sampler. If it resumes an epoch (`resumes`),
-        its batches are yielded unchanged.
+        `drawn` has the batches of the program's own sampler. With `resumes`, these resume an epoch,
+        and are yielded unchanged.
         """
         # One of them is drawn for each batch, because a loop may leave an epoch early, and the next
         # epoch's rows may depend on how far the sampler got.

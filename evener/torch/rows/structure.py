@@ -74,7 +74,8 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
 
 
 def _add_tensors(data: Any, found: list[torch.Tensor]) -> None:
-    """Append the tensors in `data` to `found`; models call this for each of their layers."""
+    """Append the tensors in nested `data` to `found`."""
+    # fast, because models call it for each of their layers
     if isinstance(data, torch.Tensor):
         found.append(data)
     elif data is None or isinstance(data, (bool, int, float, str)):

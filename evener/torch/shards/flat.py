@@ -171,7 +171,7 @@ class Flat:
         return buffer
 
     def count_gradients(self) -> None:
-        """Count the gradients of whole parameters in the ledger, until they are taken."""
+        """Count the bytes of whole parameters' gradients in the Ledger, until they are taken."""
         gradients = [slot.whole.grad for slot in self.slots]
         size = sum([each.nbytes for each in gradients if each is not None])
         self.held.add("gathered", size - self._computed_bytes)

@@ -48,8 +48,9 @@ class DtypeRange(NamedTuple):
 class GradientCopy(NamedTuple):
     """A copy of a parameter's gradient, or of a range of its elements, to the sent tensor.
 
-    `position` is the parameter's position in the list of slots. `elements` is the range; None means
-    the whole gradient. `target` is where it is copied to.
+    - `position`: the parameter's index in the list of slots.
+    - `elements`: the range; None for the whole gradient.
+    - `target`: the destination in the sent tensor.
     """
 
     position: int
@@ -72,7 +73,7 @@ class GradientSender:
     - `taken_bytes`: bytes allocated from `take` to `add_up`.
     - `received_bytes`: bytes allocated from `send` to `add_up`.
 
-    None of its tensors requires a gradient, so it needs no context without autograd.
+    Its tensors don't require gradients, so its methods needn't run under `torch.no_grad`.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class GradientSender:
         return dict(zip(order, parts, strict=True))
 
     def take(self, weight: float, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients of the whole parameters, which aren't needed any more afterwards.
+        """Copy the gradients of the whole parameters, which may be freed afterwards.
 
         `weight` is the weight of this rank's gradients. `gradients` are in the order of the slots;
         None counts as 0.
@@ -159,7 +160,7 @@ class GradientSender:
         copies: Sequence[GradientCopy],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copy the gradients of one dtype, and with those of the shards' dtype the weight, too."""
+        """Copy the gradients of one dtype; for the shards' dtype, copy the weight, too."""
         targets, sources = [], []
         for copy in copies:
             gradient = gradients[copy.position]
@@ -196,9 +197,9 @@ class GradientSender:
 
 
 def bound_received(ranks: int) -> float:
-    """Return the most gradients that one of this number of ranks may receive from the others.
+    """Return the maximum size of the gradients that one of `ranks` ranks receives from the others.
 
-    The result is relative to all gradients of a flat.
+    It is relative to all gradients of a flat.
     """
     return min(MOST_RECEIVED, ranks - 1.0)
 
@@ -233,8 +234,8 @@ def _find_copies(
 ) -> list[GradientCopy]:
     """Return the copies of a parameter's gradient to the sent tensor.
 
-    `position` is the parameter's position in the list of slots. `pieces` has the dtype ranges of
-    each rank's part, and `parts` has the parts themselves, by rank.
+    `position` is the parameter's index in the list of slots. `pieces` has the dtype ranges of each
+    rank's part, and `parts` has the parts themselves, by rank.
     """
     found = []
     for rank, listed in enumerate(pieces):

@@ -296,7 +296,7 @@ class Unit:
                 flat.free()
 
     def count_gradients(self) -> None:
-        """Count the gradients of whole parameters in the ledger."""
+        """Count the bytes of whole parameters' gradients in the Ledger."""
         for flat in self.trained:
             flat.count_gradients()
 

@@ -82,7 +82,7 @@ class UnitBytes(NamedTuple):
 
     @property
     def reduced(self) -> int:
-        """The bytes of one unit's gradients, and of another unit's while they are reduced."""
+        """The bytes of the gradients of two units, of which one is still being reduced."""
         return self.gradients + self.buffer
 
 
@@ -114,8 +114,8 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
     `parameters` has each unit's parameters by the unit's name. Return an empty list if the trained
-    ones, their gradients and their optimizer state would take more than a quarter of the model's
-    bytes.
+    parameters, their gradients and their optimizer state would take more than a quarter of the
+    model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]

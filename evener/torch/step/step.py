@@ -213,9 +213,9 @@ class Passes:
 
         A part has the rows of one pass. Compute it in `with part:`, and call `part.backward`.
 
-        - `models`: they all-reduce their gradients in the last part.
-        - `exchanges`: they sum these gradients. If empty, another library does, and no pass can be
-          computed again.
+        - `models`: the models, which all-reduce their gradients in the last part.
+        - `exchanges`: the exchanges that sum these gradients. If empty, another library does, and
+          no pass can be computed again.
         - `begins`: True if `parts` are the first of a batch.
         - `move`: move each part to the device before it is computed.
         """

@@ -57,7 +57,7 @@ class UnownedTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of these parameters that belong to modules.
+        """Return the parameters among `parameters` that belong to modules.
 
         Every rank calls this before an optimizer applies the parameters' gradients. Raises
         RequestError if a parameter in no module has a gradient that comes only from this rank's

@@ -133,7 +133,7 @@ class BatchWeights(BatchTracker):
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each rank in the current batch.
 
-        After an epoch, it is its last batch. Before the first epoch, it is a full batch.
+        After an epoch, this is the epoch's last batch. Before the first epoch, it is a full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
