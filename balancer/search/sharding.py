@@ -394,7 +394,8 @@ class Sharding:
         if not short:
             return one
         why = "its part of the state leaves too little memory for these rows"
-        return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
+        # its children ran, so the next probe needs no start
+        return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds, goes_on=True)
 
     def _with_shards(self, probe: Probe) -> Probe:
         """Return a probe of a sharded training with the same rows as this probe."""

@@ -392,6 +392,44 @@ LLAMA = Problem(
 )
 
 
+def test_fewer_rows_beside_a_larger_part_of_the_state_cost_no_start() -> None:
+    """8 billion parameters in 4 bits under 5 and 3 GiB, whose children start in 18 s.
+
+    The part of the first card leaves it less than the 4 rows that it ran. Its child still runs, so
+    a probe of fewer rows takes seconds; without it no whole step is measured.
+    """
+    state = ModelState(3_947_372_544, 1_295_866_752)
+    sizes = (5 * GIB, 3 * GIB)
+    problem = Problem(
+        2, sizes, state=state, shards=True, max_global_batch=64, budget_seconds=70.0, micro=True
+    )
+    ran = (
+        (0, 4, 2_029_353_984, 0, 0.615),
+        (1, 4, 2_029_353_984, 0, 0.602),
+        (0, 5, 2_160_548_864, 1, 0.591),
+        (1, 5, 2_160_548_864, 1, 0.502),
+        (1, 9, 2_755_722_240, 2, 0.756),
+    )
+    seen = []
+    for position, rows, used, turn, step in ran:
+        one = part_ran(position, rows, used / GIB, turn)
+        start = 0.0 if turn else 18.0
+        seen.append(
+            msgspec.structs.replace(
+                one,
+                step_seconds=step,
+                low_seconds=step,
+                high_seconds=step,
+                first_step_seconds=step,
+                elapsed_seconds=4.0 + start,
+                start_seconds=start,
+            )
+        )
+    sharding = Sharding(problem, seen)
+    probes = sharding.next_probes()
+    assert [probe.layout.shares[0] for probe in probes if probe.layout.shares[0]] == [1]
+
+
 def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_larger_one() -> None:
     first = Sharding(LLAMA, MEASURED).parts
     assert first is not None
