@@ -259,7 +259,7 @@ class SplitFamily(Family):
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the split that is predicted to be fastest, and others that may be faster.
 
-        A single device that may be faster is among them.
+        A single device is among them if it may be faster.
         """
         return view.splits
 

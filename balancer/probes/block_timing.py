@@ -214,7 +214,7 @@ class BlockTimer:
         return over
 
     def _start_second_round(self) -> bool:
-        """Start a second round if the first one drifted or was throttled; True if it starts."""
+        """Start a second round if the first drifted or was throttled; return True if it starts."""
         # only the second round's blocks are reported, and it takes half of the time; a whole run
         # has none, because the user has requested its time or its number of steps
         timing = self.result()

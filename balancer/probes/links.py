@@ -427,7 +427,7 @@ class _RankProcess:
 
     @property
     def has_reply(self) -> bool:
-        """True if a whole reply was already read, together with an earlier one."""
+        """True if a whole reply was already read, together with an earlier reply."""
         return b"\n" in self._buffer
 
     def receive(self) -> LinkReply | None:

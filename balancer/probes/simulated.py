@@ -37,9 +37,9 @@ LATER = (
 class SimulatedProber:
     """Measures probes on a simulated machine.
 
-    `pace` is the real time that passes per simulated time: with 1, probes take real time, and with
-    0 none. The virtual clock starts at `start_seconds`. Probes that are still running at
-    `end_seconds` are stopped and have no observation.
+    `pace` is the real time per simulated time; with 0, probes take no real time. The virtual clock
+    starts at `start_seconds`. Probes that are still running at `end_seconds` are stopped and have
+    no observation.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     """Return the relative difference between the samples/s of `one` and of `other`.
 
     It is positive if `one` is faster. It is computed from the turns that both took part in. Without
-    any, it is computed from all pairs of a turn of `one` and a turn of `other`.
+    such turns, it is computed from all pairs of a turn of `one` and a turn of `other`.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))

@@ -568,7 +568,7 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return a device's maximum rows that leave room for the least part of the state."""
+        """Return the most rows on a device that leave room for the least part of the state."""
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

@@ -84,7 +84,7 @@ class StartTimes:
 
     @cached_property
     def _exit_counts(self) -> defaultdict[Layout, int]:
-        """The number of times that each group of child processes exited when out of memory."""
+        """The number of times that each group of child processes exited because memory ran out."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:

@@ -235,7 +235,7 @@ class Counter:
 def first_value(*readings: Reading) -> Reading:
     """Return the first reading that has a value.
 
-    If no reading has one, return the first that isn't UNSUPPORTED. Return UNSUPPORTED if all are.
+    If no reading has a value, return the first that isn't UNSUPPORTED, or UNSUPPORTED if all are.
     """
     for reading in readings:
         if reading.value is not None:
