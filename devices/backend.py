@@ -159,8 +159,8 @@ class VitalsReader(Protocol):
     def read(self, full: bool) -> Vitals:
         """Return one reading; memory, processes and load are read only if `full`.
 
-        These three take longer to read. A failure of the driver isn't raised. It is the reading's
-        `trouble`.
+        A full reading takes longer. A failure of the driver isn't raised but returned as the
+        reading's `trouble`.
         """
 
     def close(self) -> None:

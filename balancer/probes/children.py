@@ -98,8 +98,7 @@ class Child(RunningChild):
     """A worker process that `server` forks.
 
     Its messages are put into `inbox` together with its rank. `cap_bytes` is the limit of its
-    memory, if any. When the child has exited, its peak memory is compared with the limit, to find
-    out whether memory ran out.
+    memory, if any. A peak close to the limit shows, after an exit, that memory ran out.
     """
 
     def __init__(

@@ -85,9 +85,8 @@ class ChildExited(msgspec.Struct, frozen=True, tag=True):
 class BuildShared(msgspec.Struct, frozen=True, tag=True):
     """A child has built its workload, and reports whether later children can be forked with it.
 
-    If `obstacle` is "", the child has left a copy of itself, with the workload in its memory. The
-    copy forks the children that are requested on this channel. Otherwise there is no copy, and
-    `obstacle` is the reason.
+    If `obstacle` is "", the child has left a copy of itself, which forks the children that are
+    requested on this channel. Otherwise there is no copy, and `obstacle` is the reason.
     """
 
     obstacle: str = ""
@@ -338,7 +337,7 @@ class BuiltServer(ChildServer):
     """Sends requests to the copy that a child has left of itself after building its workload.
 
     Children that the copy forks have the workload already. `far_end` is the descriptor of the
-    copy's end of the channel. It is given to the child that builds.
+    copy's end of the channel, which is given to the child that builds.
     """
 
     def __init__(self) -> None:

@@ -129,9 +129,9 @@ class InterferenceMonitor:
         """Return the other processes that computed on each device since the last call, by position.
 
         `own` are the pids of the session's children, which don't count. A position is left out if
-        the driver lists no child on it. In a container, for example, the driver may number
-        processes differently than this host.
+        the driver lists no child on it.
         """
+        # in a container, for example, the driver may number processes differently than this host
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
             if not vitals.busy.keys() & own:

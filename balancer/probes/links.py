@@ -119,8 +119,8 @@ def measure_links(
 ) -> tuple[LinkMeasurement, ...]:
     """Measure every pair of devices and all devices together, over each of their transports.
 
-    `program` is the command that runs a rank. `report` is called after each measurement. If a
-    measurement fails, a remedy is sought after that.
+    `program` is the command that runs a rank. `report` is called after each measurement, before the
+    search for a remedy if it failed.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -282,8 +282,7 @@ class LinkGroup:
     """A group with one process on each device, which measures all-reduces between them.
 
     `variables` are added to the environment of the processes, in place of all others that choose a
-    transport. Raises LinkError if the processes
-    can't join. Call `close` to kill them.
+    transport. Raises LinkError if the processes can't join. Call `close` to kill them.
     """
 
     def __init__(

@@ -173,10 +173,13 @@ class Measurement:
     ) -> Timed:
         """Prepare the layout, warm up, time the blocks, and return the result.
 
-        If `warm_up_share` isn't 0, another step runs first, with half of each share but at most
-        `warm_up_share` rows. `started` is the time of the monotonic clock at which the probe
-        started. `short_bytes` has the bytes of each device's memory that other processes held at
-        that time. Raises GroupError if a child fails, and StoppedError if `stop` is set.
+        - `started`: the time of the monotonic clock at which the probe started.
+        - `warm_up_share`: if it isn't 0, another step runs first, with half of each share but at
+          most this number of rows.
+        - `short_bytes`: the bytes of each device's memory that other processes held when it
+          started.
+
+        Raises GroupError if a child fails, and StoppedError if `stop` is set.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)

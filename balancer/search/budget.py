@@ -158,7 +158,7 @@ class Budget:
 
         Also, `seconds` must be at most the fraction `EXPLORES` of exploration's remaining time, or
         half of that if `after` isn't 0. This doesn't apply if steps of `step_seconds` are so slow
-        that a probe times only one: there is no time for many probes anyway.
+        that a probe times only one.
         """
         left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):

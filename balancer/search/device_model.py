@@ -166,12 +166,12 @@ class DeviceModel:
     def guessed_alone_rows(self) -> int:
         """The largest batch for a round of devices alone, according to memory and time.
 
-        Several rounds may be needed to reach it. It is 0 before the device ran. Time is ignored if
-        the measured times are so noisy that the curve may in fact be level.
+        Several rounds may be needed to reach it. It is 0 before the device ran.
         """
         if self.solo_curve is None or self.optimistic is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
+        # the times are so noisy that the curve may in fact be level
         if not self.optimistic.slope:
             return by_memory
         return self._limit_by_time(self.solo_curve, by_memory)

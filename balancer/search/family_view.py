@@ -60,9 +60,9 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The global batch for layouts that have no measured best batch, such as placements.
 
-        It is the fixed batch or, without one, the batch of the best solo layout. If no device ran
-        alone, it is the smallest batch that didn't fit on a device alone. None if all of these are
-        unknown, or if rows are assigned by cost.
+        It is the first known of three: the fixed batch, the batch of the best solo layout, and the
+        smallest batch that didn't fit on a device alone. None if all are unknown, or if rows are
+        assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None

@@ -52,8 +52,8 @@ class Observations:
         """Add an observation.
 
         Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
-        over Failed. Each failure counts as one more attempt. An observation is ignored if its
-        layout is for another number of devices or doesn't use any device.
+        over Failed. Each failure counts as one more attempt. An observation whose layout doesn't
+        fit the problem's devices is ignored.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:

@@ -63,10 +63,9 @@ class Difference(msgspec.Struct, frozen=True):
     def expected_gain(self, more_turns: float = 0.0) -> float:
         """Return how much can be gained by choosing whichever of two layouts is really faster.
 
-        Let d be how much faster the first layout really is, relative to the second. The expected
-        gain over always choosing the second layout is E[max(0, d)], which is never negative. With
-        `more_turns`, it is the gain that could still be expected after this number of further turns
-        with the same mean.
+        It is E[max(0, d)], where d is how much faster the first layout really is, relative to the
+        second. With `more_turns`, it is the gain that could still be expected after this number of
+        further turns with the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error

@@ -59,10 +59,9 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return how long a layout's slowest device would take for its share if it ran alone.
+        """Return how long, in seconds, a layout's slowest device would take for its share alone.
 
-        The result is in seconds. A step of the layout takes longer, because its devices work
-        together. Return None if none of the devices ran alone.
+        Return None if none of the devices ran alone.
         """
         seconds = []
         for position in layout.computing:
@@ -141,8 +140,7 @@ class RowPolicy:
         """Return the samples/s of a device alone, measured or else predicted.
 
         A measurement with the other devices idle is preferred. A measurement from the solo stage,
-        where all devices run at the same time, counts only if `contended`. The prediction is the
-        same for devices that can't be distinguished.
+        where all devices run at the same time, counts only if `contended`.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:

@@ -108,8 +108,7 @@ class Agent:
     """This process's handle of the actor on one host.
 
     If `reserves`, the actor reserves the host's free GPUs. `generation` is the number of times that
-    the actor has been restarted. If several threads notice that the actor is dead, only the first
-    one restarts it.
+    the actor has been restarted.
     """
 
     def __init__(self, node: Node, actor: Any, reserves: bool = True) -> None:

@@ -44,8 +44,7 @@ class TrainerAudit:
     """Audits the steps of one trainer.
 
     `dataset` and `collate` are the data set and the collator of its training loader. `gathering`
-    collects the trainer's metrics. During an audit, it stays local, so that an audit doesn't
-    communicate with other ranks.
+    collects the trainer's metrics, but without communication during an audit.
     """
 
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
@@ -61,8 +60,7 @@ class TrainerAudit:
         """Audit a step on the rows `numbers` of the data set, if an audit is due.
 
         Call this method after the step's gradients are computed and before the optimizer uses them.
-        `loss` is what the trainer's loss is a mean over. Raises RequestError if the gradients
-        differ.
+        Raises RequestError if the gradients differ.
         """
         trainer = self._trainer
         own = partial(_find_own_loss(type(trainer)), trainer.compute_loss_func)

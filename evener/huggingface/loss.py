@@ -45,8 +45,8 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
-        If memory runs out, a pass is computed in pieces. `whole` is the batch of the pass with
-        `rows` rows. `piece` is a part of it with `own` rows.
+        `whole` is the batch of the pass, with `rows` rows. `piece` is the part of it, with `own`
+        rows, that is computed separately because memory ran out.
         """
         if (
             own == rows or self.mean_over == ITEMS

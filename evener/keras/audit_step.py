@@ -310,9 +310,11 @@ def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
 def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return new values for variables whose current value may hide a term of the loss.
 
-    A weight or a coefficient of 0 hides a term, and gets a nonzero value. A counter at its start
-    hides a term that begins only in a later step. It gets the value that it has in a late step. The
-    second result has the names of these variables.
+    - A weight or a coefficient of 0 hides a term. It gets a nonzero value.
+    - A counter at its start hides a term that begins only in a later step. It gets its value of a
+      late step.
+
+    The second result has the names of these variables.
     """
     values: Values = {}
     names = []

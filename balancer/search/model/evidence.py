@@ -68,10 +68,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     def solo_points(self, devices: int) -> tuple[Point, ...]:
         """Return the points measured alone, and points of larger batches from other stages.
 
-        The larger batches were measured in splits or while the other devices were idle. `devices`
-        is the number of usable devices. If it is 1, all points were measured under the same
-        conditions, so all are returned.
+        The larger batches were measured in splits or while the other devices were idle. If the
+        number of usable `devices` is 1, all points are returned.
         """
+        # with a single device, all points were measured under the same conditions
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         others = (*self.others_idle, *self.in_splits)
         return (*self.alone, *(p for p in others if p.batch > largest))
@@ -369,10 +369,10 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return the positions of `order` in groups of equivalent positions.
+    """Return the positions of `order` in groups of equivalent positions, each sorted.
 
     Each position joins the latest group whose first member is equivalent to it, according to
-    `same`. If there is no such group, it forms a new one. The positions of a group are sorted.
+    `same`. If there is no such group, it forms a new one.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -402,9 +402,11 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def contradict_each_other(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if no likely curve fits two devices, each measured alone.
 
-    That is so if a measurement of each shows one of two things, beyond noise. Either the smaller
-    batch took longer than the larger one. Or the batches are nearly equal, but the ratio of the
-    times is larger than the ratio of the batches.
+    There are two such cases, beyond noise:
+
+    - The device with the smaller batch took longer.
+    - Two batches are nearly equal, but the ratio of their times is larger than the ratio of the
+      batches.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)

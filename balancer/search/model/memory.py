@@ -149,9 +149,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split, a multiple of `quantum` up to `cap`.
 
-        It is usually the batch of `largest_to_try`, which may not fit. If two failures have refuted
-        the memory line, it is the largest batch that ran. The same applies if memory use in bytes
-        is unknown, unless `bold`.
+        It is usually the batch of `largest_to_try`, which may not fit. It is the largest batch that
+        ran if two failures have refuted the memory line or, unless `bold`, if the line or the limit
+        is unknown.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -182,8 +182,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """Return the largest batch that takes at most `limit_bytes`.
 
         Memory use is interpolated between the points, and extrapolated beyond the first and the
-        last. With a single point, memory use is assumed to be proportional to the batch. Return
-        `UNBOUNDED` if memory use doesn't grow with the batch.
+        last. Return `UNBOUNDED` if memory use doesn't grow with the batch.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])

@@ -224,9 +224,9 @@ def rising_line(
 ) -> tuple[float, float]:
     """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
 
-    The slope is never negative. The line goes through the origin if the best intercept would be
-    negative, unless `intercept_not_negative` is False, and if all samples have the same x.
-    `samples` must not be empty. Weights are 1 / variance of y.
+    The slope is never negative. The intercept isn't either, unless `intercept_not_negative` is
+    False. If all samples have the same x, the line goes through the origin. `samples` must not be
+    empty. Weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
