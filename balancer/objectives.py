@@ -43,7 +43,7 @@ class Objective(msgspec.Struct, frozen=True):
         """Return two costs per second for each device, such as its power in watts.
 
         The first is the cost while the device trains, and the second while only other devices
-        train. The predicted value of a split is its samples/s divided by the sum of its devices'
+        train. A split is predicted to be worth its samples/s divided by the sum of its devices'
         costs. `seen` are all measurements. Return an empty list if the costs are unknown.
         """
         return []

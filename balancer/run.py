@@ -118,9 +118,12 @@ def begin(job: Job) -> OpenRun:
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
     """Resume the run named `name`.
 
-    The run keeps its original request, except for `pace` and `share`, which are taken from
-    `request`. If `request` has a budget or a Ray address, it replaces the run's own. If
-    `extend_seconds` is given, the budget is the time already spent plus these seconds.
+    The run keeps its original request, with four exceptions:
+
+    - `pace` and `share` are taken from `request`.
+    - A budget or a Ray address in `request` replaces the run's own.
+
+    If `extend_seconds` is given, the budget is the time already spent plus these seconds.
 
     Raises RequestError if the run is in progress, if nothing could be measured, or if it was
     measured with another request or on other devices.

@@ -94,9 +94,11 @@ def choose_layout(
 ) -> Layout:
     """Return the layout that gives `batches` to the devices at `positions`, in that order.
 
-    `devices` is the number of devices. If `positions` is None, the first devices are used. `micro`
-    has the maximum rows per pass for each batch; if it is empty, each batch is one pass. Raises
-    RequestError if the arguments don't fit together.
+    - `devices`: the number of devices.
+    - `positions`: if it is None, the first devices are used.
+    - `micro`: the maximum rows per pass for each batch; if it is empty, each batch is one pass.
+
+    Raises RequestError if the arguments don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(

@@ -141,8 +141,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
     """Return the layout in which only the device at `position` trains, with `batch` samples.
 
-    `devices` is the number of devices. Passes have at most `micro` rows. If `micro` is 0 or at
-    least `batch`, there is a single pass.
+    `devices` is the number of devices. Passes have at most `micro` rows; 0 means a single pass.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)

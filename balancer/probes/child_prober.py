@@ -117,11 +117,12 @@ class ChildProber:
     ) -> Iterator[Observation]:
         """Run all probes at the same time, and yield the observation of each probe as it ends.
 
-        Each probe has its own thread, which calls `report` with its progress. Once `stop` is set,
-        the iterator ends early, and unfinished probes have no observation. `finished` are probes of
-        the same round that were measured before the run was resumed. Their devices count as used,
-        so no idle power is read for them.
+        - `report`: called with the progress of the probes, from one thread for each probe.
+        - `stop`: once it is set, the iterator ends early, and unfinished probes have no
+          observation.
+        - `finished`: probes of the same round that were measured before the run was resumed.
         """
+        # no idle power is read for the devices of `finished` probes
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
         self._unused = tuple(sorted(self._used - busy))

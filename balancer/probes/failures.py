@@ -198,9 +198,10 @@ def names_hardware(text: str) -> bool:
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
     """True if a child ran out of memory, judged by the way it exited.
 
-    `code` is its exit code, negative if a signal killed it. `cap_share` is its peak memory as a
-    fraction of its memory cap, or 0 without a cap. `kernel_killed` is True if the kernel has killed
-    a process for lack of memory. `stderr_tail` is the end of the child's output.
+    - `code`: its exit code, negative if a signal killed it.
+    - `cap_share`: its peak memory as a fraction of its memory cap, or 0 without a cap.
+    - `kernel_killed`: True if the kernel has killed a process for lack of memory.
+    - `stderr_tail`: the end of the child's output.
     """
     if code == -signal.SIGKILL:
         return kernel_killed

@@ -428,8 +428,8 @@ class Hosts:
         """Return the address at which each rank of a group meets the others.
 
         `devices` has one device per rank. An address is on the host of the rank's device, or on
-        loopback if there is only one host. Its port is free at this moment. PyTorch's ranks on one
-        host get the path of a file instead.
+        loopback if there is only one host. Its port is free at this moment. For PyTorch's ranks on
+        one host, the path of a file is returned instead.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":

@@ -112,9 +112,9 @@ class InterferenceMonitor:
         """Return how many bytes of each device's memory other processes hold, by position.
 
         `own` are the pids of the session's children. `clean` are the positions on which no child
-        runs. Positions with an unknown number are left out. If a driver doesn't list the processes,
-        the number is known only for a clean position.
+        runs. Positions with an unknown number are left out.
         """
+        # if a driver doesn't list the processes, the number is known only for a clean position
         found: dict[int, int] = {}
         for position in self._list_own_positions(positions):
             short = self._find_persistent_short(position, own, position in clean)

@@ -129,9 +129,11 @@ class ProgressReporter:
 class Measurement:
     """Measures one probe on one group of children.
 
-    If `closer`, the step is also timed without input and, on GPUs, without waiting for the host, to
-    find what limits it. `monitor` reads the drivers. `row_tokens` is the mean number of tokens per
-    row; 0 if rows have no lengths. `idle` has the vitals of unused devices.
+    - `monitor`: reads the drivers.
+    - `closer`: True to find what limits the step. It is then also timed without input and, on GPUs,
+      without waiting for the host.
+    - `row_tokens`: the mean number of tokens per row; 0 if rows have no lengths.
+    - `idle`: the vitals of unused devices.
     """
 
     def __init__(

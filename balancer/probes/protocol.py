@@ -51,9 +51,12 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """A command to make batches for these shares and run the first step.
 
-    The reply is `Prepared`. `micro` has the rows per pass of each share; if it is empty, each share
-    is one pass. With `costs`, rows are distributed by length, in passes of at most `tokens` padded
-    tokens. With `length`, all rows are padded to that length.
+    - `micro`: the rows per pass of each share; if it is empty, each share is one pass.
+    - `costs`: if given, rows are distributed by length, in passes of at most `tokens` padded
+      tokens.
+    - `length`: if given, all rows are padded to that length.
+
+    The reply is `Prepared`.
     """
 
     shares: tuple[int, ...]

@@ -66,10 +66,10 @@ def main() -> None:
 def run_child(parent: int, channel: int = NO_CHANNEL, shared: SharedRecipe | None = None) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    `parent` is the pid of the process that forked this one. If it exits, so does this process.
-    `shared` is a recipe that the parent has built, if any. A process that builds a recipe itself
-    may leave a copy of itself, which forks children with the recipe. `channel` is the descriptor of
-    the channel for this copy; NO_CHANNEL if no copy is wanted.
+    - `parent`: the pid of the process that forked this one. If it exits, so does this process.
+    - `channel`: the descriptor of the channel for a copy of this process, which forks children with
+      the recipe that this process builds; NO_CHANNEL if no copy is wanted.
+    - `shared`: the recipe that the parent has built, if any.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()

@@ -46,9 +46,11 @@ def explain_no_plan(
 ) -> NoLayoutError | DeviceError:
     """Return the error for a run that ended without a plan.
 
-    `record` is the content of the run's journal. `belief` is what the search predicts for each
-    device. `end` is the reason why the run ended. The error is a DeviceError if no device could be
-    used.
+    - `record`: the content of the run's journal.
+    - `belief`: what the search predicts for each device.
+    - `end`: the reason why the run ended.
+
+    The error is a DeviceError if no device could be used.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)

@@ -131,11 +131,11 @@ class Budget:
     ) -> bool:
         """True if the layout's shortest probe can end before the stage `ends_with` must end.
 
-        `ends_with` is usually the probe's own stage. A probe without which there would be no result
-        may use the time of the race instead. The first turns of the race may use the whole budget,
-        later turns only 95 % of it. After the probe, `reserved` seconds must remain. The shortest
-        probe has `steps` steps of `step_seconds`; both are estimated by default.
+        `ends_with` is usually the probe's own stage. After the probe, `reserved` seconds must
+        remain. The shortest probe has `steps` steps of `step_seconds`; both are estimated by
+        default. The first turns of the race may use the whole budget, later turns only 95 % of it.
         """
+        # a probe without which there would be no result may use the time of the race
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._stage_end_seconds(ends_with, turn)
 

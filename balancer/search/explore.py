@@ -16,7 +16,7 @@ def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -
 
     They are a round in which each device runs alone. If no such round is worth its time, the result
     is a single probe: of a split (only if `with_splits`), or of one device while the others are
-    idle. Return an empty tuple if no measurement is worth its time or fits the budget.
+    idle. It is empty if no measurement is worth its time or fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -437,11 +437,15 @@ def divide_state(
     """Return parts of the state that fill the memory left by a step's rows.
 
     A fixed batch is computed in one pass if it fits. For a free batch, the rows that fit in one
-    pass and give the highest expected samples/s are chosen. `limits` are the devices' bytes.
-    Devices at the positions `without_rows` only hold a part of the state. In their first pass, they
-    compute one filler row that doesn't count. Return None if the state doesn't fit together with at
-    least one row on each device.
+    pass and give the highest expected samples/s are chosen.
+
+    - `limits`: the devices' bytes.
+    - `needs`: the memory and time that each device needs for its rows.
+    - `without_rows`: the positions of devices that only hold a part of the state.
+
+    Return None if the state doesn't fit together with at least one row on each device.
     """
+    # in their first pass, devices without rows compute one filler row that doesn't count
     room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:
         return room.divide()

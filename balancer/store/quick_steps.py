@@ -63,12 +63,12 @@ def compare_quick_steps(
     """Return each training's quick step at full speed, and the error of the two steps' ratio.
 
     `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
-    the core. If `same_loop`, the loop takes equally long in both trainings on equally fast cores.
-    Otherwise, for example with another version of Python, each training is assumed to have had a
-    core at full speed in its fastest windows.
+    the core. `same_loop` is False if the loops aren't comparable, for example because the versions
+    of Python differ. Each training is then assumed to have had a core at full speed in its fastest
+    windows.
 
-    The error is the part that comes from correcting the steps for slow cores. It is half of the
-    ratio's 95 % interval, as a fraction of the ratio.
+    The error comes from correcting the steps for slow cores. It is half of the ratio's 95 %
+    interval, as a fraction of the ratio.
     """
     slowed = _find_slowed(trainings, same_loop)
     times = [[math.log(window.step_s) for window in each] for each in trainings]

@@ -96,9 +96,9 @@ LEAST_NAMED_PERCENT = 0.5  # a reason for a smaller part of a tick isn't named
 class GpuReader:
     """Reads one GPU or MIG instance through one NVML handle.
 
-    A new reader is created when the GPU or the driver has come back. The monitor calls `sample`, a
-    probe calls `vitals`. These methods and `processes.read` raise only GpuGoneError and
-    DriverGoneError. For a MIG instance, `parent` is the handle of its GPU.
+    The monitor calls `sample`, and a probe calls `vitals`. These methods and `processes.read` raise
+    only GpuGoneError and DriverGoneError. After such an error, a new reader is needed. For a MIG
+    instance, `parent` is the handle of its GPU.
     """
 
     def __init__(

@@ -121,10 +121,10 @@ class Gathering:
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
 
-        Any further rows are fillers. If `ends` is False, another piece of the pass follows, and the
-        values are gathered with the last piece. `repeats` is only for an evaluation, in which
-        transformers gathers a batch's loss as one copy per row: it is the number of rows of a full
-        batch.
+        - `rows`: any further rows are fillers.
+        - `repeats`: only for an evaluation, in which transformers gathers a batch's loss as one
+          copy per row: the number of rows of a full batch.
+        - `ends`: False if another piece of the pass follows, with which the values are gathered.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends

@@ -87,9 +87,11 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 def count_labels(batch: Any) -> dict[str, float]:
     """Return how many labels of a batch aren't ignored, counted in one or two ways.
 
-    The keys are names as in `TrainerLoss.mean_over`. "labels" counts all of these labels. "shifted
-    labels" leaves out each row's first label, as a model does that shifts labels by one. A batch
-    without integer labels has neither key. Labels that are already shifted have only "labels".
+    - "labels": all of these labels.
+    - "shifted labels": these labels without each row's first label, for a model that shifts labels
+      by one. The key is missing if the labels are already shifted.
+
+    A batch without integer labels has neither key.
     """
     labels, shifted = _labels(batch)
     if labels is None:

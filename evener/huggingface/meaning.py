@@ -74,12 +74,15 @@ def find_loss(
     """Return what the trainer's loss is a mean over.
 
     If the rows don't show it, return what transformers assumes. Every rank has to call this
-    function. It raises RequestError on every rank if the loss isn't a mean over rows, labels or
-    items.
+    function.
 
-    `computations` computes the trainer's loss, and `gathering` counts its gather calls. `make`
-    returns a few rows of the trainer's data, or None. `ignores` is True if the data have ignored
-    labels. `in_parts` is True if a single process needs smaller passes; any error is then raised.
+    - `computations`: computes the trainer's loss.
+    - `make`: returns a few rows of the trainer's data, or None.
+    - `gathering`: counts the trainer's gather calls.
+    - `ignores`: True if the data have ignored labels.
+    - `in_parts`: True if a single process needs smaller passes; any error is then raised.
+
+    Raises RequestError on every rank if the loss isn't a mean over rows, labels or items.
     """
     passes = trainer._shares.passes
     calls = gathering.calls

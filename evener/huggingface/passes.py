@@ -35,10 +35,12 @@ def weigh_passes(
 ) -> PassWeights:
     """Return the weights of an optimizer step's passes, according to what the loss is a mean over.
 
-    `passes` are this rank's batches. `sizes` has this rank's number of rows in each pass, by global
-    batch. `totals` has the number of rows of each global batch over all ranks. `items` is this
-    rank's num_items_in_batch, or None. Every rank has to call this function, because ranks gather
-    their numbers of items and labels.
+    - `passes`: this rank's batches.
+    - `sizes`: this rank's number of rows in each pass, by global batch.
+    - `totals`: the number of rows of each global batch over all ranks.
+    - `items`: this rank's num_items_in_batch, or None.
+
+    Every rank has to call this function, because ranks gather their numbers of items and labels.
     """
     by_labels = loss.mean_over not in (ITEMS, ROWS)
     weights = _weigh_by_rows(sizes, totals)
@@ -136,10 +138,12 @@ class TrainerPasses:
     ) -> torch.Tensor:
         """Train on the passes of a batch, and return the sum of the results of `train`.
 
-        `parts` are the passes. `loss` returns what the loss is a mean over. `train` computes and
-        backpropagates the loss of a pass, or of a piece of it if memory has run out. Its second
-        argument is True in the last call for the batch. If a pass is repeated in pieces, its
-        metrics are recorded only once.
+        - `parts`: the passes.
+        - `loss`: returns what the loss is a mean over.
+        - `train`: computes and backpropagates the loss of a pass, or of a piece of it if memory has
+          run out. Its second argument is True in the last call for the batch.
+
+        If a pass is repeated in pieces, its metrics are recorded only once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)

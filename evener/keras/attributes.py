@@ -59,9 +59,8 @@ class CallTensors:
     """Tensors that a call of the model stores in attributes of its layers.
 
     They may also be in lists, dictionaries and plain objects in such attributes. Create this object
-    before the model's first call. After each call, `collect` returns the tensors that the call
-    stored. Before the next call, `restore` resets the attributes to their state before the first
-    call.
+    before the model's first call. After each call, `collect` returns the stored tensors. Before the
+    next call, `restore` resets the attributes to their state before the first call.
     """
 
     def __init__(self, model: Any) -> None:

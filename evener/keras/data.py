@@ -40,9 +40,12 @@ class AssignedArrays(NamedTuple):
 def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign the rows of a batch to devices by length, given the `tokens` in each row.
 
-    Return three tensors. The first is the order of the rows, device after device. The second has
-    the positions in that order at which each device's rows begin, and the end of the last device's
-    rows. The third has the length of each device's longest row, in tokens.
+    Return three tensors:
+
+    - the order of the rows, device after device
+    - the position in that order at which each device's rows begin, and the end of the last device's
+      rows
+    - the length of each device's longest row, in tokens
     """
 
     def assign(lengths: Any) -> tuple[Any, ...]:

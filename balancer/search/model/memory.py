@@ -204,8 +204,9 @@ def read_memory(
 ) -> Memory:
     """Return a device's memory use, given the memory limit and what was measured.
 
-    `points` are the bytes used by each measured batch. `ran` are the batches that fit. `full` are
-    the batches that ran out of memory, once for each failure.
+    - `points`: the bytes used by each measured batch.
+    - `ran`: the batches that fit.
+    - `full`: the batches that ran out of memory, once for each failure.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)
