@@ -374,7 +374,8 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 def scale_loss(model: Any, loss: Any) -> Any:
     """Scale the loss as the optimizer does for float16, but by a smaller factor.
 
-    The gradients of parts can be larger than their sum, and would overflow without this headroom.
+    With the full factor, the gradients of parts could overflow, because they can be larger than
+    their sum.
     """
     return model.optimizer.scale_loss(loss) / _headroom(model)
 

@@ -45,8 +45,8 @@ class PartKinds(msgspec.Struct, frozen=True):
 def main_part(kind: str, part: Any) -> Any:
     """Return the weight of a part's value in the whole batch's value.
 
-    `part` is the part's fraction of the rows, as a tensor. The weight is `part`. For a SUM it is 1,
-    or 0 if `part` is 0 (a filler row).
+    The weight is `part`, the part's fraction of the rows as a tensor. For a SUM, it is 1, or 0 for
+    a filler row (`part` is 0).
     """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 

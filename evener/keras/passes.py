@@ -174,7 +174,7 @@ def adds_up(kind: str) -> bool:
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """Return one device's contribution to a state's change, if `adds_up` is True for its kind.
+    """Return one device's contribution to a state's change, for kinds that `adds_up` accepts.
 
     `start` is the state's value before the step. `part` is the device's fraction of the rows.
     """

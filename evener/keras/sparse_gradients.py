@@ -87,7 +87,7 @@ class PassGradient:
         ]
 
     def add(self, before: Any, gradient: Any, slot: Any) -> Any:
-        """Return the loop variable after the pass with index `slot`, given its value `before`.
+        """Return the loop variable's value after pass number `slot`; `before` is its value before.
 
         `gradient` is the gradient of the pass.
         """
@@ -130,9 +130,9 @@ class SharedSlices:
             self._totals.append(total)
 
     def join(self, sums: Sequence[Any]) -> list[tf.IndexedSlices]:
-        """Return the group's gradients from `sums`, which are `own` summed over the processes.
+        """Return the group's gradients, with the slices in the order of the processes.
 
-        The slices are in the order of the processes.
+        `sums` are the tensors in `own`, summed over the processes.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [

@@ -327,7 +327,7 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the step times under the first shares with those under the last, over all ranks.
+    """Compare the step times under the first shares with the times under the last, over all ranks.
 
     Return None if a rank has timed too few steps.
     """

@@ -235,7 +235,7 @@ def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
 def describe_summary(summary: TrainingSummary) -> list[str]:
     """Return the summary as text, in at most six lines.
 
-    Speed and bottlenecks are left out after few steps.
+    After only a few steps, speed and bottlenecks are left out.
     """
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"

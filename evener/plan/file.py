@@ -132,7 +132,8 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the machine and model on which the plan was measured.
 
-    Another machine or model needs another plan, so a training run compares it with its own.
+    Another machine or model needs another plan. So a training run compares this fingerprint with
+    its own.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device

@@ -183,8 +183,8 @@ def make_layout(
 def complete_layout(layout: Any) -> Any:
     """Return a copy of `layout`, the decoded data of a plan file, with missing keys filled in.
 
-    They are derived from its devices and batches. Without a valid list of shares, `layout` is
-    returned unchanged; reading the plan then raises an error.
+    Missing keys are derived from the devices and batches. Without a valid list of shares, `layout`
+    is returned unchanged; reading the plan then raises an error.
     """
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
@@ -286,9 +286,9 @@ def _check_states(layout: PlanLayout, where: str) -> None:
 
 
 def _has_valid_state(share: Share) -> bool:
-    """True if the share holds a valid part of the sharded state.
+    """True if the share's part of the sharded state is valid.
 
-    Only a share without rows may hold no part.
+    The part may be 0 only if the share has no rows.
     """
     if not share.state:
         return not share.batch

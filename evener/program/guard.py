@@ -438,9 +438,9 @@ class Guard(Recorder):
         return ""
 
     def _is_found_sum(self, record: LossRecord, cause: str) -> bool:
-        """True if the loss is a sum over rows; then also set `are_sums`.
+        """True if the loss turns out to be a sum over rows; also set `are_sums` in that case.
 
-        `cause` is the likely cause of a difference that was found.
+        `cause` is the likely cause of the difference that an audit has found.
         """
         # a number that counts rows, such as len() of a list, would make a mean look like a sum
         if not self._finds_sums or cause != "sum" or record.may_count_rows():

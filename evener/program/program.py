@@ -655,8 +655,9 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return the plan with which to start training these models.
 
-        None means the unchanged plan of `evener run`. If its shares come from a run of another
-        model or batch, return it with even shares. `global_batch` is the number of rows per step.
+        None means the unchanged plan of `evener run`. If the shares of that plan come from a run of
+        another model or batch, return the plan with even shares. `global_batch` is the number of
+        rows per step.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin

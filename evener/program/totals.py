@@ -107,10 +107,10 @@ class Totals:
     def _follow_parts(
         self, function: Any, tensors: list[torch.Tensor], result: Any, parts: list[str]
     ) -> str:
-        """Mark the result of a function that joins all ranks' gathered sums, such as torch.stack.
+        """Mark the result of `function` if it joins all ranks' gathered sums, as torch.stack does.
 
-        `parts` are the collectives that gathered them. Return "" for such a function, and the first
-        collective for any other.
+        In this case, return "". Otherwise return the first of `parts`, the collectives that
+        gathered the sums.
         """
         are_all = len(set(map(id, tensors))) == len(parts) == dist.get_world_size()
         if function not in _JOINS or not are_all:
@@ -119,9 +119,9 @@ class Totals:
         return ""
 
     def _follow_gathered(self, function: Any, leaves: list[Any], result: Any, place: str) -> str:
-        """Mark the result of a function that adds up gathered sums, or that makes a view of them.
+        """Mark the result of `function` if it adds up gathered sums, or makes a view of them.
 
-        Return "" for such a function, and `place` for any other.
+        In these cases, return "". Otherwise return `place`, the collective that gathered the sums.
         """
         if function in _SUMS and len(leaves) == 1:
             self._whole.mark(result, place)

@@ -88,7 +88,7 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the random sums of a part's gradient of the tensor `name`.
+        """Add random sums of the gradient of the tensor `name`, computed on some of the rows.
 
         `kind` is the tensor's type.
         """
@@ -104,8 +104,8 @@ class Sketch(msgspec.Struct):
 class GradientDifference(msgspec.Struct, frozen=True):
     """The largest difference between two gradients.
 
-    - `name`: the tensor whose gradients differ most; LOSS if only losses are compared, "" if there
-      are no numbers.
+    - `name`: the tensor whose gradients differ most; LOSS if only losses are compared, "" if the
+      difference can't be measured.
     - `relative`: the difference relative to the gradient's size.
     - `allowed`: maximum relative difference that rounding may cause.
     - `reference`, `trained`: norms of both gradients.
@@ -125,7 +125,7 @@ def compare(
 ) -> GradientDifference | None:
     """Return the difference that most exceeds its allowed rounding; None if none exceeds it.
 
-    - Without `repeats`, the allowed rounding is the floor of the tensor's type, or more if the
+    - Without `repeats`, the allowed rounding is the `floor` for the tensor's type, or more if the
       tensor's gradient is very small beside the largest one.
     - With `repeats`, it is at least SAFETY times the rounding that they show.
 

@@ -151,8 +151,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's time that a remedy can shorten, such as waiting for input.
 
     The remedy is expected to save `seconds` * `spared`. If a step without the part was measured,
-    its duration (`without_s`) is used instead. `remaining_s` is added to the time that is left. If
-    the gain is then below the `least_gain` of its kind, the part isn't reported.
+    its duration (`without_s`) is used instead. The part is reported only if its gain reaches the
+    `least_gain` of its kind, even if the step takes `remaining_s` longer than expected.
     """
 
     kind: LimitKind
@@ -263,9 +263,9 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 def least_gain(kind: LimitKind) -> float:
-    """Return the minimum gain of a limit of this kind; limits with less aren't reported.
+    """Return the minimum gain for which a limit of this kind is reported.
 
-    The lower bound of a limit's gain is compared with it.
+    The lower bound of the limit's gain has to reach this minimum.
     """
     return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 

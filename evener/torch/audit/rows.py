@@ -128,8 +128,9 @@ def choose_few_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    The rows are chosen to differ, and sorted so that both parts differ. With `in_order`, they keep
-    the batch's order. Return None if the batch has fewer than two rows or can't be cut.
+    The rows are chosen to differ, and sorted so that the two parts of the FewRows differ, too. With
+    `in_order`, they keep the batch's order. Return None if the batch has fewer than two rows or
+    can't be cut.
     """
     # from the first TIMES * `most` rows
     if rows < 2:

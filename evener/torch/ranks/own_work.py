@@ -356,9 +356,9 @@ class StepTimer:
                 self._begin_between()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
-        """Count the phase between two steps as file time if files were written in it.
+        """If files were written in the phase between two steps, count this phase as file time.
 
-        `marks` has the phases of the current batch, or since the last loop, each with its start.
+        `marks` are the phases of the current batch, or since the last loop, with their starts.
         """
         # Bytes are counted only if the phase is long enough to matter, because counting takes
         # microseconds. So the count may include bytes of earlier steps.

@@ -53,9 +53,9 @@ class ExitNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message about the exit of `rank`, to which this note belongs.
+        """Return a message that says why `rank`, to which this note belongs, has exited.
 
-        A rank that waits for `rank` prints it.
+        A rank that waits for `rank` prints the message.
         """
         end = "ended", self.error
         if self.error is None:

@@ -66,7 +66,7 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 class Fetch:
     """Iterates over a sampler's batches in their order; each iteration starts from the beginning.
 
-    Whole batches are fetched if the data set supports it, into pinned memory if `pinned`.
+    If the data set supports it, whole batches are fetched, with `pinned` into pinned memory.
     Otherwise, or if `options` require it, DataLoader fetches them.
     """
 

@@ -349,7 +349,7 @@ class UnevenBatchSampler:
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batch of each step, made from the fetched batches.
 
-        Here, these are unchanged. LengthSampler joins the passes of a batch.
+        Here, the batches are returned unchanged. LengthSampler joins the passes of a batch.
         """
         return fetched
 

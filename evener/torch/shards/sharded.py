@@ -299,7 +299,7 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Prepare for a backward pass, because it has reached outputs of the model.
+        """Prepare for a backward pass that has reached outputs of the model.
 
         `batch` is the batch of these outputs. Raises RequestError if the backward pass is run with
         create_graph=True.

@@ -248,8 +248,8 @@ class BatchWeights(BatchTracker):
     ) -> None:
         """Set the weight of a batch's gradients when its backward pass starts.
 
-        `batch` is the result of `forward`. `before` is the batch of the outputs that the backward
-        pass reached before. Raises RequestError if the batch is unknown, or if batches with
+        `batch` is the result of `forward`. `before` is the batch of outputs that the backward pass
+        has reached earlier, if any. Raises RequestError if the batch is unknown, or if batches with
         different weights are in one backward pass.
         """
         if isinstance(batch, RequestError):

@@ -212,9 +212,10 @@ class Bucket:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the flags of the bucket's gradients and its tail, which has the batch's `number`.
+        """Return the end of the bucket: a flag for each gradient, and the tail with `number`.
 
-        All flags are 0 if `counts` is False, because this rank's weight is 0.
+        `number` is the batch's number. All flags are 0 if `counts` is False, because this rank's
+        weight is 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:

@@ -56,7 +56,7 @@ class RankNoise:
         self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch: save its sizes; the previous batch's sample can be read from now on.
+        """Begin a batch, after which the previous batch's sample can be read.
 
         `sizes` are the ranks' numbers of rows, or empty if unknown. `updates` is the number of
         weight updates before this batch.
