@@ -286,7 +286,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that clash, and one for a Keras that is too old."""
+    """Return a check for each pair of packages that clash, and for a Keras that is too old."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):

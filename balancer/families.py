@@ -185,7 +185,7 @@ class SoloFamily(Family):
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return the numbers of devices for which even splits are measured: 2, 4, 8, ... and all."""
+    """Return the numbers of devices to measure even splits for: 2, 4, 8, ... and all."""
     counts = []
     count = 2
     while count < devices:
@@ -236,7 +236,7 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of an even split, with its number of devices if it doesn't use all."""
+        """Return the name of an even split; it has the number of devices unless all are used."""
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name

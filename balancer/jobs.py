@@ -144,7 +144,7 @@ def _check_energy_meters(devices: Sequence[Device], machine: Machine | None) -> 
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Check the hosts, and return notes for the user about the devices and who else uses them.
+    """Check the hosts, and return notes about the devices and who else uses them.
 
     Raises RequestError or DeviceError if a host can't train on its devices.
     """
@@ -436,7 +436,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_family_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Return a clause that says why no layout of a family can be measured; "" if one can."""
+    """Return a clause that says why no layout of a family can be measured, or ""."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:

@@ -188,7 +188,7 @@ class Session(EventThread):
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _record_observation(self, seen: Observation) -> None:
-        """Write an observation to the journal, pass it to the search, and report it as an event."""
+        """Write an observation to the journal, tell the search, and report it as an event."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -292,7 +292,7 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Return the event that ends the session, with the best plan, and write it to the journal.
+        """Write the event that ends the session, with the best plan, and return it.
 
         Raises NoLayoutError without a plan, or UnwrittenError if writing failed before there was
         one.
@@ -347,10 +347,11 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the time in seconds at which a run's probes are stopped, even while they run steps.
+    """Return the time in seconds at which a run's probes are stopped.
 
     It is the budget plus its grace period; infinite without a budget.
     """
+    # even while they run steps
     return (
         math.inf
         if budget_seconds is None

@@ -244,7 +244,7 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device, its memory in bytes, and the largest batch that should fit in it in one pass.
+    """A device with its memory, and the largest batch that should fit in one pass.
 
     `memory_bytes` and `largest_batch` are None if unknown.
     """

@@ -128,7 +128,7 @@ def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Return a message if other programs compute on a device; "" if none do or it is unknown."""
+    """Return a message if other programs are known to compute on a device; otherwise, ""."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -160,6 +160,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few process IDs on a device as text; "" if the driver names none."""
+    """Return the first few process IDs on a device as text; "" if none are known."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -160,9 +160,9 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host`, from a URL or a Host header, is a loopback name or address of this machine.
+    """True if `host`, from a URL or a Host header, is this machine's loopback.
 
-    `host` may include a port.
+    It is a name or an address, and may include a port.
     """
     # This check protects a local server: a web page elsewhere can make a browser send a request to
     # this machine, but only under the page's own host name.

@@ -50,7 +50,7 @@ def all_backends() -> tuple[Backend, ...]:
 
 
 def name_maker(devices: Iterable[Device]) -> str:
-    """Return the maker's name of the first device that has a maker, such as "NVIDIA"; else ""."""
+    """Return the maker's name of the first device that has one, such as "NVIDIA"; else ""."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
 

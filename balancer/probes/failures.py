@@ -232,7 +232,7 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the number of the GPU that an error's text names; None if it names none or several.
+    """Return the number of the only GPU that an error's text names; otherwise, None.
 
     The framework counts only the GPUs that the process can see.
     """

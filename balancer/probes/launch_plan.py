@@ -206,7 +206,7 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap in bytes that the workload must set itself; None if there is none."""
+    """Return the memory cap in bytes that the workload must set itself, if any."""
     # the memory of CPU slices in TensorFlow and PyTorch is capped from outside
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None

@@ -116,7 +116,7 @@ class ProgressReporter:
         self._report(ProbeProgress(self._probe, phase, *self._latest, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the latest values again, with the time spent in the phase, if a report is due."""
+        """Report the latest values again, with the phase's duration, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -410,7 +410,7 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of a block's time in which a process had all the cores it could use.
+        """Return the fraction of a block's time in which a process had all its cores.
 
         Return None if it is unknown, or if the process doesn't have its cores to itself.
         """

@@ -69,7 +69,7 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the one device that is as fast as a plan of several devices; None if there is none.
+    """Return one device that is as fast as a plan of several devices; None if none is.
 
     The device must have been measured with the plan's batch, or with a smaller one if the user set
     no batch. It doesn't count if it may differ from the plan by more than a few percent.

@@ -396,7 +396,7 @@ def _describe_rival(
 
 
 def _why_not_chosen(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout that is faster than the plan isn't the plan; None if it isn't faster."""
+    """Return why a layout isn't the plan although it is faster; None if it isn't faster."""
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
         return None
@@ -638,7 +638,7 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return a note that the budget ran out before any split was measured; None if one was.
+    """Return a note that the budget ran out before any split was measured, if it did.
 
     The note has the seconds that starting processes took, and a budget that should be enough.
     """

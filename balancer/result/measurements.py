@@ -59,7 +59,7 @@ def find_doubts(
 
 
 def _count_lone_steps(seen: Iterable[Observation], chosen: Layout) -> int:
-    """Return how many probes of the chosen layout timed a single step; 0 if any timed more."""
+    """Return how many probes of the layout timed a single step; 0 if any timed more."""
     own = [one for one in seen if isinstance(one, Timed) and one.probe.layout == chosen]
     return len(own) if all(one.lone for one in own) else 0
 
@@ -256,7 +256,7 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return a warning if an epoch has fewer than 100 steps, because the model then learns little.
+    """Return a warning if an epoch has fewer than 100 steps, too few to learn much.
 
     `rows` is the number of rows of the training data. Return None if it is 0 (unknown) or large
     enough.

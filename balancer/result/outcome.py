@@ -44,7 +44,7 @@ BLOCK_SLACK = 0.002
 
 
 def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
-    """Return the event that ends the run, with the plan that its search found and the verdict.
+    """Return the event that ends the run, with its plan and verdict.
 
     `record` is the content of the run's journal.
     """

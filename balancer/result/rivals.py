@@ -258,7 +258,7 @@ def printed_gain(own: float, other: float) -> float:
 
 
 def is_rough(*intervals: Interval) -> bool:
-    """True if a value is too imprecise for decimals in a gain that is computed from it."""
+    """True if a value is too imprecise for decimals in a gain computed from it."""
     return any(relative_error(one.value, one.low, one.high) > COARSE for one in intervals)
 
 

@@ -265,7 +265,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the gain over a rival is known, or if the rival is too uncertain to compare."""
+    """True if the gain over a rival is known, or the rival is too uncertain to compare."""
     return rival.gain is not None or not rival.rate.known
 
 
@@ -298,7 +298,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Return a gain's error in percentage points as text after ±; "" if the gain is precise."""
+    """Return a gain's error in percentage points, to follow ±; "" for a precise gain."""
     intervals = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*intervals) or _is_doubtful(verdict)):
         return ""
@@ -434,7 +434,7 @@ def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
 
 
 def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
-    """Yield a note that one device is simpler than several, if it is as fast as they are."""
+    """Yield that one device is simpler than several, if it is as fast."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -609,7 +609,7 @@ def _write_batches(one: Rival) -> str:
 
 
 def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
-    """Yield what ± means, if a gap between the plan and a rival is smaller than its error."""
+    """Yield what ± means, if a gap between plan and rival is smaller than its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
     if close and verdict.rate.known:
@@ -617,7 +617,7 @@ def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
 
 
 def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
-    """Yield how to make and use such a plan on real devices, if the devices are simulated."""
+    """Yield how to use such a plan on real devices, if the devices are simulated."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -637,7 +637,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield a sentence for each tried knob (option such as XLA), with its gain or loss in speed."""
+    """Yield the gain or loss in speed of each tried knob (an option such as XLA)."""
     if not verdict.rate.known:
         return
     for one in verdict.rivals:

@@ -124,7 +124,7 @@ class _Measured:
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """Return the mean fraction of a device's step that one part takes, 0 to 1; None if unknown.
+        """Return the mean fraction of a device's step that one part takes; None if unknown.
 
         `name` is a field of `PartSeconds`, such as "input_seconds".
         """
@@ -197,7 +197,7 @@ class _Measured:
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield how long a step waits for rows, with its time without input if that was measured."""
+    """Yield how long a step waits for rows, and its measured time without input, if any."""
     seconds = measured.largest_s("input_seconds")
     step = _find_step_without_input(measured)
     if step is None:
@@ -377,7 +377,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest batches in one pass, if it has two."""
+    """Return the rows and seconds of a device's (up to) two largest batches in one pass."""
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:

@@ -74,7 +74,7 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the next probes of each part of the search, by priority; a part may have none."""
+        """Yield the next probes of each part of the search, if any, by priority."""
         # exploration interrupts the race until it has spent its part of the budget
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -234,7 +234,7 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran out of memory in every probe, so the model is too large for it."""
+        """True if a device ran out of memory in every probe, because the model is too large."""
         for position, device in enumerate(self.model.devices):
             # a device whose memory other processes use doesn't count
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -309,7 +309,7 @@ class Evaluation:
 
     @cached_property
     def _results_that_ran(self) -> dict[Layout, Result]:
-        """The result, over all turns, of each layout that ran as one training and may run again."""
+        """The results of all layouts that ran as one training and may run again."""
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [one for one in trainings if self.policy.is_sensible(one.probe.layout)]
@@ -431,7 +431,7 @@ class Evaluation:
 
     @property
     def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with the smaller one that ran instead."""
+        """Each layout that ran out of memory in the race, with its smaller replacement."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 

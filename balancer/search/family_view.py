@@ -90,7 +90,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best measured pack of each mode or, if none has run yet, the next one to measure.
+        """The best measured pack of each mode or, if none has run yet, the next to measure.
 
         A pack is several trainings on one device. Its mode is how they share the device.
         """

@@ -83,7 +83,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The sort key that decides a tie: the layout with the smallest key is the simplest to use.
+        """The sort key that decides a tie: the layout with the smallest key is the simplest.
 
         It consists of the number of knobs, the number of passes beyond one on each device, the
         family's simplicity, the number of devices, and the number of trainings.

@@ -160,7 +160,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return a lower bound for the seconds that an exchange adds to a step of `ranks` ranks."""
+        """Return a lower bound for the seconds that an exchange adds to a step."""
         batch = self.problem.global_batch
         # what is left of the exchange on the device that hides most of it behind its computation
         left = []

@@ -90,7 +90,7 @@ class Observations:
                 )
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes may still hold as much memory as when `seen` ran out of memory.
+        """True if other processes may hold as much memory as when `seen` ran out of memory.
 
         Only the device at `position` counts. Also True if the memory of processes outside this
         session is unknown.
@@ -320,7 +320,7 @@ class Observations:
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device was not throttled in its last measurement in the race or in a check.
+        """True if the device wasn't throttled in its last measurement in the race or a check.
 
         False if it wasn't measured there.
         """

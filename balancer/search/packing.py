@@ -39,9 +39,10 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """Packs of one mode on the device of the solo layout `single`: what ran, and what to try next.
+    """Packs of one mode: what ran, and what to try next.
 
-    `mode` is how the trainings share the device, such as plain processes or NVIDIA's MPS.
+    They run on the device of the solo layout `single`. `mode` is how the trainings share the
+    device, such as plain processes or NVIDIA's MPS.
     """
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
@@ -72,7 +73,7 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """True if the largest pack that was tried is the best, so that more may be better."""
+        """True if the largest pack that was tried is the best, so more may be better."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     @cached_property
@@ -107,7 +108,7 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if packs of `size` trainings always ran out of memory and a smaller batch may do."""
+        """True if packs of `size` trainings ran out of memory, but a smaller batch may fit."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
@@ -118,7 +119,7 @@ class Packing:
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch_for(self, size: int) -> int:
-        """Return the batch size for each of `size` trainings side by side; 0 if no batch fits."""
+        """Return the batch size of each of `size` trainings side by side; 0 if none fits."""
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
             return batch

@@ -36,7 +36,7 @@ class Predictions:
         return self.machine.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """Return the fastest split over some or all of these devices, or a single device if faster.
+        """Return the fastest split over some or all of these devices, or a faster single device.
 
         The devices' curves may include steps in several passes (`PassCurve`). Return None if the
         batch doesn't fit.
@@ -78,7 +78,7 @@ class Predictions:
         return in_passes if gains else at_once
 
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
-        """True if a device that may use several passes has time for more rows than fit in one."""
+        """True if a device has time for more rows than fit in one pass, and may use several."""
         # as much time as a step of `found` takes, or unlimited time if that is None
         seconds = found.seconds if found else math.inf
         for each in self._trusted_devices:

@@ -184,7 +184,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or, after its end, the first of a new turn.
+        """Return the next probe of the current turn or, after its end, of a new turn.
 
         Return an empty tuple if no rival needs a turn or the budget doesn't allow the probe.
         """

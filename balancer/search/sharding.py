@@ -129,7 +129,7 @@ class Sharding:
             self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next probes of devices alone or, if there are none, a probe of a whole step.
+        """Return the next probes of devices alone or else a probe of a whole step.
 
         Return an empty tuple if no measurement is worth its time, or if the state doesn't fit.
         """
@@ -458,7 +458,7 @@ def divide_state(
 def propose(
     division: StateDivision, needs: Sequence[RowDemand], problem: Problem
 ) -> Proposal | None:
-    """Return the sharded layout for a division of the state; None if it leaves no room for rows.
+    """Return the sharded layout for a division of the state; None if no rows fit.
 
     Its rows are the most that fit in one pass. A fixed batch is divided in proportion to them, in
     as few passes as possible. `needs` predicts the duration of the layout's step.
@@ -494,7 +494,7 @@ def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
 
 
 def _some_hold_only(layout: Layout) -> bool:
-    """True if a device of a sharded layout holds a part of the state and computes no rows."""
+    """True if some device of a sharded layout holds state but computes no rows."""
     return layout.computing != layout.active
 
 

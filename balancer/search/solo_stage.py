@@ -207,7 +207,7 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch; 0 if not worth measuring."""
+        """Return the device's share in an even split; 0 if it isn't worth measuring."""
         batch = self._problem.global_batch or 0
         even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (

@@ -61,7 +61,7 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _make_probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None if it is None or the budget is too small."""
+        """Return the probe of an allocation; None without one, or if the budget is too small."""
         # the probe must leave `after` seconds for later probes
         if wanted is None:
             return None

@@ -43,7 +43,7 @@ class TextPolicy:
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """Return the layout of the global batch on the device that computes it fastest on its own.
+        """Return the layout of the global batch on the fastest single device.
 
         A device on which that layout failed in the race is left out. Return an empty list if no
         device can hold the longest row.

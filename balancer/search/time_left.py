@@ -102,7 +102,7 @@ class TimeLeft:
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """True unless a first step at a new size takes longer than all other steps of its probe."""
+        """True unless a probe's first step at a new size takes longer than all other steps."""
         return self.tuning_steps <= CERTAIN_STEPS
 
     @cached_property

@@ -40,9 +40,10 @@ Note = dict[str, object]  # the holder of a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """Lock a run, so that no other process can resume or delete it, until the stack is closed.
+    """Lock a run, so that no other process can resume or delete it.
 
-    `folder` is the run's folder. Raises RequestError if another process has the lock.
+    `folder` is the run's folder. Closing the returned stack releases the run. Raises RequestError
+    if another process has the lock.
     """
     with ExitStack() as held:
         holder = _lock_own_file(held, folder / "lock", {"pid": os.getpid()})
@@ -55,7 +56,8 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if some process is working on the run with this id, and so holds the run's lock."""
+    """True if some process is working on the run with this id."""
+    # such a process holds the run's lock
     try:
         descriptor = os.open(
             runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -101,9 +103,10 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices of this machine for the run with this id, until the returned stack is closed.
+    """Lock devices of this machine for the run with this id.
 
-    Raises DeviceError if another session has one of them.
+    Closing the returned stack releases the devices. Raises DeviceError if another session has one
+    of them.
     """
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
@@ -228,7 +231,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the names of what a device's lock covers: the GPU, or each core of a CPU slice."""
+    """Return the names of what a device's lock covers: a GPU, or a CPU slice's cores."""
     # two CPU slices that overlap exclude each other
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 

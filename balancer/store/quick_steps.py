@@ -41,14 +41,17 @@ MEDIAN_ERROR = 1.253  # standard error of a median, relative to that of a mean
 
 
 class QuickWindow(NamedTuple):
-    """The time per sample of one window's quick steps, and the fixed loop's time (0 if unknown)."""
+    """The time per sample of one window's quick steps, and the fixed loop's time.
+
+    The loop's time is 0 if unknown.
+    """
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed loop
 
 
 class QuickStep(NamedTuple):
-    """The duration of a training's quick step on a core at full speed, in seconds per sample.
+    """The seconds per sample of a training's quick step on a core at full speed.
 
     `error` is half of its 95 % interval, relative to the duration.
     """

@@ -134,7 +134,7 @@ def journal_path(run: str) -> Path:
 
 
 def errors_path(run: str) -> Path:
-    """Return the path of the file to which the output of a run's failed children is saved.
+    """Return the path of the file with the output of a run's failed children.
 
     `run` is the run's complete id.
     """
@@ -294,7 +294,7 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run with its plan, in today's schema; None if it has no plan."""
+    """Return the end of a run with its plan, in today's schema; None without a plan."""
     if record.ended is not None:
         return msgspec.structs.replace(
             record.ended, plan=parse_plan(to_json(record.ended.plan), source)
@@ -337,7 +337,7 @@ def _list_ids() -> list[str]:
 
 
 def _has_begun(run: str) -> bool:
-    """True if the first line of a run's journal was written, or if the journal can't be opened."""
+    """True if a run's journal has a first line, or if the journal can't be opened."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -442,7 +442,7 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the end of a run that was cut off, with the plan that its measurements give.
+    """Return the end of a run that was cut off, with the plan of its measurements.
 
     Raises NoLayoutError if they give none.
     """

@@ -51,9 +51,10 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """Raised if the actor on a host has ended, for example because Ray's memory monitor killed it.
+    """Raised if the actor on a host has ended.
 
-    The host itself may be alive, so a new actor can be started there.
+    Ray's memory monitor may have killed it. The host itself may be alive, so a new actor can be
+    started there.
     """
 
 
@@ -334,7 +335,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the result of a call; a RequestError from the host is raised with the host's name."""
+    """Return the result of a call; a RequestError from the host gets the host's name."""
     try:
         return agent.finish(call)
     except RequestError as fault:

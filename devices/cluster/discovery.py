@@ -70,7 +70,7 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of CPU slices; return a note for each host where other jobs hold some."""
+    """Reserve the CPUs of CPU slices; return notes on hosts where other jobs hold some."""
     notes = []
     for agent in agents:
         slices = [device for device in devices if device.on_cpu]

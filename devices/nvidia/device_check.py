@@ -15,7 +15,8 @@ VALUE = 0x5EED
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """True if 4 MiB can be written to the first visible GPU and read back; `cuda` is the driver."""
+    """True if 4 MiB can be written to the first visible GPU and read back."""
+    # `cuda` is the driver
     device = ctypes.c_int()
     context = ctypes.c_void_p()
     memory = ctypes.c_uint64()

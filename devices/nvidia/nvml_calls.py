@@ -43,7 +43,10 @@ Outcome = tuple[int, float]  # NVML's return code, and the value if the code is 
 
 
 class GpuGoneError(Exception):
-    """Raised if the GPU fell off the bus or needs a reset; its text is a message for the user."""
+    """Raised if the GPU fell off the bus or needs a reset.
+
+    Its text is a message for the user.
+    """
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(GONE_WORDS.get(code, "The driver no longer lists this GPU."))

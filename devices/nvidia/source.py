@@ -93,7 +93,7 @@ class NvmlSource:
         return tuple(slot.device for slot in self._slots.values())
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of all GPUs, after an attempt to recover a lost driver or lost GPUs."""
+        """Return a snapshot of all GPUs, after trying to recover a lost driver or GPU."""
         now = self._builder.begin()
         self._reopen_if_lost(now)
         self._watch_events()
@@ -356,7 +356,10 @@ class EventWatch:
 
 
 def describe_event(kind: int, data: int) -> str:
-    """Return a description of an event of NVML's type `kind`; `data` is the number of an XID."""
+    """Return a description of an event of NVML's type `kind`.
+
+    `data` is the number of an XID.
+    """
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")
     return KINDS.get(kind, f"event 0x{kind:x}")

@@ -119,7 +119,7 @@ class Gathering:
 
     @contextmanager
     def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
-        """Return a context for computing a pass, or a piece of a pass, with `rows` rows that count.
+        """Return a context for computing a pass, or a piece of it, with `rows` rows that count.
 
         - `rows`: any further rows are fillers.
         - `repeats`: only for an evaluation, in which transformers gathers a batch's loss as one
@@ -179,7 +179,7 @@ class Gathering:
         return self._join_earlier_passes(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the values of one gather call in a pass, which come from all its pieces so far.
+        """Return the values of one gather call in a pass, from all its pieces so far.
 
         `call` is the number of earlier gather calls in the pass.
         """

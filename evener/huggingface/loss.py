@@ -39,7 +39,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return how many labels of `batch` the loss is a mean over; 0 if it isn't over labels."""
+        """Return how many labels of `batch` the loss is a mean over; 0 if it isn't such a mean."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
@@ -72,7 +72,7 @@ def assume_loss(trainer: Any, world: int) -> TrainerLoss:
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """True if the trainer expects that a pass's loss is already divided by all of a step's items.
+    """True if the trainer expects a pass's loss to be divided by all of a step's items.
 
     The trainer then doesn't divide the loss by the number of passes in the optimizer step. `items`
     is num_items_in_batch; None if the trainer couldn't count items.

@@ -116,7 +116,7 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks synchronize in every pass, so that all must run the same number of passes.
+    """True if ranks synchronize in every pass, so that all need equally many passes.
 
     FSDP and evener's shards gather weights in each pass, and TRL's trainers gather metrics.
     """
@@ -217,7 +217,7 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens in each training row, or None if rows have no token ids.
+    """Return the number of tokens in each training row; None without token ids.
 
     The trainer itself would group rows by these lengths.
     """

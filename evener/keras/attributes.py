@@ -149,7 +149,7 @@ def _places_of_tensors(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict in which a value may hold tensors; None if it can't hold any."""
+    """Return the list or dict in which a value may hold tensors, if there is one."""
     if isinstance(value, list | dict):
         return value
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
@@ -168,7 +168,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Make the content of a list or dict equal to `content`, and assign only items that differ."""
+    """Make the content of a list or dict equal to `content`; assign only different items."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]

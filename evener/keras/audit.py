@@ -704,7 +704,7 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: StepPair, rows: Tensors) -> Finding | None:
-        """Return a finding if a decision in user code may change the gradient of parts, or None."""
+        """Return a finding if a decision in user code may change the gradient of parts."""
         plain, shared = steps
         # a decision is a comparison that isn't made for each row (see `decisions.py`)
         whole = plain.run(rows).margins
@@ -870,7 +870,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a tensor type that fits both types; an axis has length None if the lengths differ."""
+    """Return a tensor type that fits both types; axes of unequal length have length None."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -890,7 +890,7 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the norm of the difference of two tensors, relative to the larger norm of the two."""
+    """Return the norm of the difference of two tensors, relative to the larger norm."""
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 

@@ -281,7 +281,7 @@ class PlainSteps:
 
 
 def _call_without_loss(model: Any, training: bool, data: Tensors) -> dict[str, Any]:
-    """Call the model on the rows of `data`, as Keras' own step does, and return no logs."""
+    """Call the model on the rows of `data` as Keras' own step does; return no logs."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     # a `TracedStep` picks the outputs up there
     model._compute_loss(y_pred=call_model(model, x, training))
@@ -394,7 +394,7 @@ def _sum_vectors(vectors: Sequence[Any], seed: Any) -> Any:
 
 
 def _as_matrix(gradient: Any, shape: Any) -> Any:
-    """Return the gradient of a weight of this shape as a matrix, with its last axis as columns."""
+    """Return a gradient as a matrix, with the weight's last axis as columns."""
     dense = tf.convert_to_tensor(gradient)
     columns = shape[-1] if len(shape) else 1
     rows = math.prod(shape[:-1])
@@ -425,7 +425,7 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, the same for each float type."""
+    """Return a random matrix of 1 and -1, `count` by PROJECTIONS, for each float type."""
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 

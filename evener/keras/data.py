@@ -362,7 +362,7 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """True if every leaf of x is an array or a tensor, and not a dataset or a generator."""
+    """True if every leaf of x is an array or a tensor, not a dataset or a generator."""
     if isinstance(x, tf.data.Dataset):
         return False
     return all(hasattr(each, "shape") and hasattr(each, "dtype") for each in tf.nest.flatten(x))

@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Return replacements for methods of the model other than its steps, by name."""
 
     def build(self, x: Any) -> None:
-        """Create the weights from x, the data of a `fit`, if they are needed before a step."""
+        """Create the weights from x, the data of a `fit`, if a step needs them beforehand."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Return a dataset of the arrays in the form that the engine's steps accept.

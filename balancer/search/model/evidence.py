@@ -286,7 +286,8 @@ def _typical_noise(seen: Iterable[Timed]) -> float:
 
 
 def _own_seconds(seen: Timed, position: int) -> float:
-    """Return the device's compute time in a step, or the whole step if alone; 0 if unknown."""
+    """Return the device's compute time in a step; 0 if unknown."""
+    # that of the whole step if the device ran alone
     own = seen.device_seconds[position]
     if own:
         return own

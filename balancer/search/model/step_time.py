@@ -371,7 +371,7 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `places` of `Stairs` that put each batch on its level; empty if there are none."""
+    """Return the `places` of `Stairs` that put each batch on its level, if any."""
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]
