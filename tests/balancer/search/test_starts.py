@@ -87,7 +87,7 @@ def test_the_order_of_observations_does_not_matter() -> None:
     split = Layout("split", (8, 8))
     for order in (seen, seen[::-1]):
         assert starts(*order).seconds(NEXT) == LOAD_SECONDS
-        assert starts(*order).seconds(split) == pytest.approx(1.5 * LOAD_SECONDS)
+        assert LOAD_SECONDS < starts(*order).seconds(split) < 1.3 * LOAD_SECONDS
 
 
 @pytest.mark.parametrize("seed", range(12))
