@@ -48,6 +48,7 @@ from .model.memory import UNBOUNDED
 from .observations import Observations
 from .ranking import LEAST_GAIN
 from .rows import RowPolicy
+from .split_stage import SplitStage
 from .time_left import TimeLeft
 
 # fraction of a device's memory left as headroom: allocators round up, fragments stay free, and
@@ -60,6 +61,8 @@ LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than th
 # minimum slope of a step's time over its rows, relative to time in proportion to rows: step times
 # that seem level say little about larger batches
 LEAST_GROWTH = 0.05
+# the first whole step is measured now if the time left is less than this many starts of its group
+URGENT = 2.0
 # fraction of a measured training's samples/s; a training that is predicted to reach less than that
 # isn't measured
 FAR_SLOWER = 0.5
@@ -136,6 +139,9 @@ class Sharding:
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
         probes = () if self.parts is None else explore(policy, budget, with_splits=True)
+        urgent = self._urgent_whole_step(budget)
+        if urgent is not None:
+            probes = (urgent,)
         whole = any(probe.layout.traits.together for probe in probes)
         if whole or not probes:
             held = self._probe_without_rows(budget)
@@ -143,6 +149,21 @@ class Sharding:
                 return (held,)
             probes = tuple(probe for probe in probes if not self._surely_loses(probe.layout))
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
+
+    def _urgent_whole_step(self, budget: Budget) -> Probe | None:
+        """Return a probe of the first whole step if the budget allows little more than its start.
+
+        Without a whole step there is no plan. Return None if one has run, or if more measurements
+        of single devices leave enough time for it.
+        """
+        policy = self.policy
+        if not self.parts or policy.machine.splits:
+            return None
+        probe = SplitStage(policy.predictions, budget, True).next_probe()
+        if probe is None or not probe.layout.traits.together:
+            return None
+        left = budget.seconds - budget.spent
+        return probe if left < URGENT * budget.starts.seconds(probe.layout) else None
 
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts that are worth racing.

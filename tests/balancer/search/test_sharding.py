@@ -392,31 +392,33 @@ LLAMA = Problem(
 )
 
 
-def test_fewer_rows_beside_a_larger_part_of_the_state_cost_no_start() -> None:
-    """8 billion parameters in 4 bits under 5 and 3 GiB, whose children start in 18 s.
+# 8 billion parameters in 4 bits under 5 and 3 GiB, whose children start in 18 s: position, rows,
+# bytes, turn and seconds of a step
+SLOW_STARTS = (
+    (0, 4, 2_029_353_984, 0, 0.615),
+    (1, 4, 2_029_353_984, 0, 0.602),
+    (0, 5, 2_160_548_864, 1, 0.591),
+    (1, 5, 2_160_548_864, 1, 0.502),
+    (1, 9, 2_755_722_240, 2, 0.756),
+)
 
-    The part of the first card leaves it less than the 4 rows that it ran. Its child still runs, so
-    a probe of fewer rows takes seconds; without it no whole step is measured.
-    """
-    state = ModelState(3_947_372_544, 1_295_866_752)
-    sizes = (5 * GIB, 3 * GIB)
+
+def probe_next(count: int, budget: float) -> tuple[Probe, ...]:
+    """Return the next probes after the first `count` of these measurements, with a budget in s."""
     problem = Problem(
-        2, sizes, state=state, shards=True, max_global_batch=64, budget_seconds=70.0, micro=True
-    )
-    ran = (
-        (0, 4, 2_029_353_984, 0, 0.615),
-        (1, 4, 2_029_353_984, 0, 0.602),
-        (0, 5, 2_160_548_864, 1, 0.591),
-        (1, 5, 2_160_548_864, 1, 0.502),
-        (1, 9, 2_755_722_240, 2, 0.756),
+        2,
+        (5 * GIB, 3 * GIB),
+        state=ModelState(3_947_372_544, 1_295_866_752),
+        shards=True,
+        max_global_batch=64,
+        budget_seconds=budget,
     )
     seen = []
-    for position, rows, used, turn, step in ran:
-        one = part_ran(position, rows, used / GIB, turn)
+    for position, rows, used, turn, step in SLOW_STARTS[:count]:
         start = 0.0 if turn else 18.0
         seen.append(
             msgspec.structs.replace(
-                one,
+                part_ran(position, rows, used / GIB, turn),
                 step_seconds=step,
                 low_seconds=step,
                 high_seconds=step,
@@ -425,9 +427,23 @@ def test_fewer_rows_beside_a_larger_part_of_the_state_cost_no_start() -> None:
                 start_seconds=start,
             )
         )
-    sharding = Sharding(problem, seen)
-    probes = sharding.next_probes()
+    return Sharding(problem, seen).next_probes()
+
+
+def test_fewer_rows_beside_a_larger_part_of_the_state_cost_no_start() -> None:
+    """The part of the first card leaves it less than the 4 rows that it ran.
+
+    Its child still runs, so a probe of fewer rows takes seconds.
+    """
+    probes = probe_next(5, 70.0)
     assert [probe.layout.shares[0] for probe in probes if probe.layout.shares[0]] == [1]
+
+
+def test_a_whole_step_is_measured_while_there_is_time_to_start_it() -> None:
+    """Otherwise the search ends without a plan: another size of single cards takes 5 s."""
+    (probe,) = probe_next(2, 50.0)
+    assert (probe.stage, probe.layout.shares) == (Stage.SHARD, (4, 4))
+    assert {probe.stage for probe in probe_next(2, 120.0)} == {Stage.PART}, "there is more time"
 
 
 def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_larger_one() -> None:
