@@ -181,11 +181,12 @@ def _describe_set_link(
     others: Sequence[LinkMeasurement],
     here: Transport,
 ) -> Check:
-    """Return the check of a link whose transport `here` is chosen by variables of the environment.
+    """Return the check of a link whose transport the environment's variables choose.
 
-    `name` and `found` are the check's. `own` is the measurement as the driver has the link, and
-    `others` are those of other transports.
+    `here` is that transport. `own` is the measurement without these variables, and `others` are
+    those of other transports.
     """
+    # `name` and `found` are the check's
     variables = write_variables(switches_of(here))
     found = f"{found}; here with {variables}: {here}"
     used = next((one for one in others if one.transport == here), None)

@@ -176,10 +176,8 @@ def read_switches(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_transport(devices: Sequence[Device]) -> Transport:
-    """Return the transport that a training run on these devices has in this process's environment.
-
-    The variables concern only GPUs.
-    """
+    """Return the transport of a training run on these devices in this process's environment."""
+    # the variables concern only GPUs
     switches = {} if any(device.on_cpu for device in devices) else read_switches(os.environ)
     for transport, variables in TRANSPORTS.items():
         if variables == switches:
@@ -188,7 +186,7 @@ def find_transport(devices: Sequence[Device]) -> Transport:
 
 
 def switches_of(transport: Transport) -> Mapping[str, str]:
-    """Return the variables with which a transport is measured."""
+    """Return the environment variables that are set to measure a transport."""
     return read_switches(os.environ) if transport == SET_HERE else TRANSPORTS[transport]
 
 

@@ -342,13 +342,11 @@ def _encodable(text: str) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Return the text of an error, without its middle if it has over `LONGEST_TEXT` characters.
-
-    TensorFlow's errors begin with the place where an operation was made, which may take pages, and
-    end with the cause.
-    """
+    """Return the text of an error, without its middle if it has over `LONGEST_TEXT` characters."""
     if len(text) <= protocol.LONGEST_TEXT:
         return text
+    # TensorFlow's errors begin with the place where an operation was made, which may take pages,
+    # and end with the cause
     half = protocol.LONGEST_TEXT // 2
     begin, end = text[:half].rpartition("\n")[0], text[-half:].partition("\n")[2]
     return f"{begin or text[:half]}\n{end or text[-half:]}"

@@ -223,7 +223,7 @@ class Observations:
 
         A layout may not run again in three cases:
 
-        - With as many rows or fewer, the same devices ran out of memory in a layout of this kind.
+        - A layout of its kind with as many rows or fewer ran out of memory on the same devices.
         - Other processes now hold memory that the layout needs.
         - A device has gone.
         """

@@ -118,10 +118,7 @@ def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
 
 
 def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
-    """Return the newest successful measurement by the devices' ids.
-
-    Only measurements count whose transport is that of this process's environment.
-    """
+    """Return the newest successful measurement with this environment's transport, by device ids."""
     known = {device.id for device in devices}
     transport = find_transport(devices)
     variables = write_variables(switches_of(transport)) if transport == SET_HERE else ""
