@@ -292,9 +292,9 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError if the data of `rank` differ from rank 0's.
+    """Raise RequestError unless `rank` is 0.
 
-    `rank` is 0 if no rank's data differ.
+    `rank` is a rank whose data differ from rank 0's, or 0 if no rank's data differ.
     """
     if rank:
         raise RequestError(

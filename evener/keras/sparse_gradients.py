@@ -1,8 +1,9 @@
 """Sparse gradients, such as that of an embedding table when a batch uses only some of its rows.
 
 A sparse gradient consists of slices, one for each use of a table row. Keras' optimizers square and
-clip each slice separately, so a sum of the slices would be learned from differently. On one device,
-nothing sums them before the optimizer. Therefore passes and processes only concatenate them.
+clip each slice separately. If the slices were summed first, the model would learn something else.
+On one device, nothing sums them before the optimizer. Therefore passes and processes only
+concatenate them.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan
     """Return the given plan, or the one that `evener launch` provides.
 
     Return None if devices are given instead. Raises RequestError unless exactly one of plan, gpus
-    and devices is available, and if both a plan and ratios are given.
+    and devices is available. Also raises it if both a plan and ratios are given.
     """
     if not isinstance(plan, Plan) and gpus is None and devices is None:
         plan = launched_plan(plan)

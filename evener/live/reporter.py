@@ -123,7 +123,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read_last(self) -> None:
-        """Take a last reading at the end, because a short training run has had none so far."""
+        """Take a last reading at the end; a short training run has had none before."""
         self._update(LAST_CORE_SECONDS)
 
     def _update(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Track sums over the rows of all ranks, which are the same however ranks share the rows.
+"""Track sums over the rows of all ranks, which don't depend on how ranks share the rows.
 
 An example is the number of labels in a global batch, by which a program divides its loss.
 """

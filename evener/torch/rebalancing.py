@@ -127,7 +127,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares, to recognize the plan when loading."""
+        """Return the current shares, and the plan's shares, which identify the plan on loading."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 

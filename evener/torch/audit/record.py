@@ -79,7 +79,8 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
     - `autocast`: device and dtype of the active autocast, or None.
-    - `draw`: state before the call of a random generator that the program passed to it, or None.
+    - `draw`: the random generator that the program passed to the call, with its state before the
+      call; None without a generator.
     - `place`: the program's file and line, for arithmetic only.
     """
 

@@ -237,7 +237,10 @@ class Loader:
             self._ahead.wait_until_full()
 
     def prefetched_rows(self) -> list[int]:
-        """Return the row indices of all ranks in the loop's newest batch, or in its first one."""
+        """Return the row indices of all ranks in the loop's newest batch.
+
+        Before the first batch, return those of the first batch.
+        """
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:

@@ -140,7 +140,7 @@ class UnevenBatchSampler:
     - `length`: number of rows of the data set.
     - `shares`: number of rows of each rank in a full global batch; `change_shares` changes it.
     - `shuffle`, `seed`: whether to shuffle the rows in each epoch, and the random seed.
-    - `order`: the order of rows, instead.
+    - `order`: the order of rows, which replaces shuffling.
     - `drop_last`: leave out a last batch with fewer rows than the others.
     - `join_tail`: join a last batch with fewer rows than ranks to the batch before it.
     - `without_rows`: allow shares of 0.

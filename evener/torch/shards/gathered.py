@@ -102,9 +102,9 @@ class Gathered:
     def _pair_with(
         self, shard: torch.Tensor, start: int, stop: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of tensors (target, source) that copy this rank's elements to the block.
+        """Return pairs (target, source) of tensors that copy `shard` to the block.
 
-        `shard` has these elements, which are the flat's elements from `start` to `stop`.
+        `shard` has this rank's elements, from `start` to `stop` in the flat.
         """
         # a rank measured without the others repeats its elements to fill each segment
         pairs = []
