@@ -197,7 +197,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _rendezvous_on_hosts(self) -> None:
         """Make the first rank tell the others, before each batch, whether it has received SIGTERM.
 
-        A SIGTERM to another rank alone stops that rank one batch later.
+        If only another rank receives SIGTERM, that rank stops one batch later.
         """
         # Lightning's own handler would synchronize with the other ranks immediately, while they may
         # be in a step's all-reduce; the one installed here only records the signal. The ranks meet

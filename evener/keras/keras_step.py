@@ -314,7 +314,7 @@ def loss_with(
 ) -> Any:
     """Return the model's loss on (x, y, outputs, weight).
 
-    Unless it is empty, `added` replaces the losses of the layers (`model.losses`).
+    If `added` isn't empty, it replaces the losses of the layers (`model.losses`).
     """
     token = in_step.set(True)  # a compute_loss may call the model
     model._losses_override.extend(added)  # `model.losses` returns this list unless it is empty

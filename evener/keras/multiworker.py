@@ -453,7 +453,7 @@ class Workers:
     ) -> list[Any]:
         """Return the sums of `tensors` over the processes, and record all compute times.
 
-        `times` has when this process's step began and when its tensors were ready, in Unix time.
+        `times` are the Unix times at which this process's step began and its tensors were ready.
         """
         # compute times and batch digests travel in the same collective, converted to the type
         # `kind`

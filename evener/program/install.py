@@ -91,7 +91,7 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 def install() -> None:
     """Register the hooks if evener started this process with a plan or a device.
 
-    Before any hooked library is imported, the hooks are registered on the first import of one.
+    If no hooked library is imported yet, the hooks are registered when the first one is imported.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return

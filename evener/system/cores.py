@@ -101,7 +101,9 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder and cgroup version of each control group of this process, with parents.
+    """Yield the folder and cgroup version of each control group that this process belongs to.
+
+    Parent groups are included.
 
     - `controller`: name of a version 1 controller, such as "cpu".
     - `root`: folder of all groups.

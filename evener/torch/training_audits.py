@@ -169,7 +169,7 @@ class TrainingAudits:
 
     @property
     def follows_change(self) -> bool:
-        """True if the current batch is audited because a loss or setting changed before it."""
+        """True if the current batch is audited because the loss or a setting has just changed."""
         return self._due and not is_audited(self.judge.step)
 
     @property

@@ -284,7 +284,7 @@ class Audits:
 
     With `evens` (`evener run`), a difference makes shares equal for the rest of the run. With
     `strict`, or in the first EARLY steps, it ends the training with an error. Otherwise a warning
-    is shown. After any of them, there are no more audits.
+    is shown. In all three cases, there are no more audits.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:

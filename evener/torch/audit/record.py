@@ -504,7 +504,7 @@ class LossRecord:
     def find_change(self) -> str:
         """Compute the loss of the same rows again; return a message if it differs, else "".
 
-        Rounding is allowed for.
+        Differences that rounding may cause are ignored.
         """
         kinds = {
             each.dtype

@@ -108,7 +108,7 @@ def find_difference(every: Sequence[RankData]) -> str:
 def _sum_row(dataset: Any, collate: Any, number: int) -> list[TensorSums] | None:
     """Return the sums of each tensor of a row, which is collated alone.
 
-    The row is read twice. Return None if it can't be read, or if both results differ.
+    The row is read twice. Return None if it can't be read, or if the two results differ.
     """
     try:
         first, again = (_read(dataset, collate, number) for _ in range(2))

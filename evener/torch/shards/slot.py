@@ -43,7 +43,8 @@ class Slot:
 
     @property
     def is_in_rnn(self) -> bool:
-        """True if a recurrent layer owns this slot; such a layer also lists its parameters."""
+        """True if a recurrent layer owns this slot."""
+        # such a layer also lists its parameters
         return any(isinstance(module, torch.nn.RNNBase) for module, _ in self.owners)
 
     def find_places(self) -> list[tuple[dict[str, Any], str]]:

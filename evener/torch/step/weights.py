@@ -352,7 +352,7 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if parts are being computed, or WholeBatchLoss in an audit.
+        """Raise RequestError while parts are being computed, and WholeBatchLoss during an audit.
 
         `name` is the method of the split that the program called, such as "gather".
         """
