@@ -20,7 +20,7 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 def time_waits(timer: Any) -> None:
     """From now on, exclude waiting for collectives within passes from a timer's compute time.
 
-    `timer` is a StepTimer. On a GPU, the excluded time is that in which a stream waits for a
+    `timer` is a StepTimer. On a GPU, the excluded time is the time in which a stream waits for a
     communicating stream.
     """
     # there, the host doesn't wait for collectives

@@ -274,8 +274,7 @@ class UnevenBatchSampler:
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the step that begins at row `first` of the order.
 
-        The default of `epoch` is the current one. The default of `schedule` is that of the newest
-        loop.
+        By default, `epoch` is the current one, and `schedule` is that of the newest loop.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -505,8 +504,8 @@ class LengthSampler(UnevenBatchSampler):
     ) -> tuple[int, ...]:
         """Return each rank's number of rows in the batch that begins at row `first` of the order.
 
-        The number is 0 for a rank with a filler row only. The default of `epoch` is the current
-        one. `schedule` is ignored.
+        The number is 0 for a rank with a filler row only. By default, `epoch` is the current one.
+        `schedule` is ignored.
         """
         # lengths determine these numbers
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes

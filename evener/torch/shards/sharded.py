@@ -40,7 +40,7 @@ _SIMPLE = (
 
 
 class Sharded:
-    """Gathers the units of a sharded model, and sums their gradients over the ranks by weight.
+    """Gathers the units of a sharded model, and sums their gradients over the ranks, weighted.
 
     - `units`: the units of `model` by name.
     - `place`: this rank's ShardRank.

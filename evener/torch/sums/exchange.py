@@ -369,7 +369,7 @@ class Exchange:
         self.held.close()
 
     def _wait_for_sums(self) -> None:
-        """Wait for the sum of gradients, if the backward pass has started one, and use it."""
+        """If the backward pass has started a sum of gradients, wait for it and use the result."""
         # read the tail, learn the order of gradients after the first sum, broadcast changed buffers
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
