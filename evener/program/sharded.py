@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ..torch.private import ignores_parameters
 from ..torch.step import unowned
@@ -83,6 +82,9 @@ def find_fault(model: Any) -> str:
 
 
 def _find_fsdp2_fault(model: Any) -> str:
+    # half a second of CPU for programs without FSDP2, whose library has imported it already
+    from torch.distributed.tensor import DTensor
+
     kept = [each for each in model.parameters() if isinstance(each, DTensor)]
     if len(kept) < len(list(model.parameters())):
         return IGNORED

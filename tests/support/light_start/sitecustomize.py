@@ -116,6 +116,32 @@ class LatePart:
         return getattr(getattr(self._compiler.load(), self._name), name)
 
 
+class LateStance:
+    """A stance for compiled functions, such as "force_eager", while nothing is compiled.
+
+    It is set like that of PyTorch: when it is made, until the end of a `with` statement. If the
+    compiler is imported meanwhile, it gets this stance.
+    """
+
+    def __init__(self, compiler: LateCompiler, arguments: Any, options: Any) -> None:
+        self._compiler, self._arguments, self._options = compiler, arguments, options
+        self._real: Any = None
+        compiler.stances.append(self)
+
+    def set_in(self, compiler: ModuleType) -> None:
+        """Set this stance in the real compiler."""
+        self._real = compiler.set_stance(*self._arguments, **self._options)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._real is None:
+            self._compiler.stances.remove(self)
+        else:
+            self._real.__exit__(*error)
+
+
 class LateCompiler(ModuleType):
     """A replacement for `torch._dynamo`, which is imported once another attribute is read.
 
@@ -125,6 +151,7 @@ class LateCompiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._left_alone: list[Any] = []
+        self.stances: list[LateStance] = []  # in the order in which they were set
         # functions that a process group calls
         self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)
         # DistributedDataParallel
@@ -151,7 +178,16 @@ class LateCompiler(ModuleType):
             del sys.modules[COMPILER]
             for each in self._left_alone:
                 vars(each).pop("__dynamo_disable", None)
+            compiler = import_module(COMPILER)
+            for stance in self.stances:
+                stance.set_in(compiler)
         return import_module(COMPILER)
+
+    def set_stance(self, *arguments: Any, **options: Any) -> Any:
+        """Set how compiled functions run; evener's audits do so although nothing is compiled."""
+        if sys.modules.get(COMPILER) is not self:
+            return self.load().set_stance(*arguments, **options)
+        return LateStance(self, arguments, options)
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
