@@ -264,26 +264,42 @@ def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
     assert (ending.is_loss, ending.words) == (loss, words)
 
 
-def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
+FAILING = """
+import os, sys
+from weakref import WeakMethod
+from evener.torch.ranks.peers import explain_at_exit
+
+class Training:
+    def advise(self, error):
+        return ""
+
+training = Training()
+for number, (text, device) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        os.environ["EVENER_DEVICE"] = device
+        explain_at_exit(WeakMethod(training.advise))
+        raise RuntimeError(text)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback(
+    own_folder: Path,
+) -> None:
+    """Another error, or a process that evener doesn't launch, ends with exit code 1."""
     pytest.importorskip("torch")
-    program = (
-        "from weakref import WeakMethod\n"
-        "from evener.torch.ranks.peers import explain_at_exit\n"
-        "class Training:\n"
-        "    def advise(self, error): return ''\n"
-        "training = Training()\n"
-        "explain_at_exit(WeakMethod(training.advise))\n"
-        "raise RuntimeError('{}')"
+    cuda = "CUDA error: unspecified launch failure"
+    failures = ((cuda, "GPU-1", -signal.SIGABRT), (cuda, "", 1), ("wrong shape", "GPU-1", 1))
+    words = [word for text, device, _ in failures for word in (text, device)]
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING, *words], env=environment, capture_output=True, text=True
     )
-    for text, variables, code in (
-        ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),
-        ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": ""}, 1),
-        ("wrong shape", {"EVENER_DEVICE": "GPU-1"}, 1),
-    ):
-        command = [sys.executable, "-c", program.format(text)]
-        environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr.splitlines()[-1]) == (code, f"RuntimeError: {text}")
+    assert list(map(int, ended.stdout.split())) == [code for _, _, code in failures], ended.stderr
+    for number, (text, _, _) in enumerate(failures):
+        last = (own_folder / f"{number}.txt").read_text().splitlines()[-1]
+        assert last == f"RuntimeError: {text}"
 
 
 @pytest.mark.parametrize(

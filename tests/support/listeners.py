@@ -15,7 +15,7 @@ from typing import NamedTuple
 LISTENING = "0A"  # the state LISTEN in /proc/net/tcp; a UDP socket without a peer has UNCONNECTED
 UNCONNECTED = "07"
 TABLES = {"tcp": LISTENING, "tcp6": LISTENING, "udp": UNCONNECTED, "udp6": UNCONNECTED}
-LOOK_SECONDS = 0.05  # between two looks; each look takes about 0.01 s of CPU time
+LOOK_SECONDS = 0.1  # between two looks; each look takes about 0.01 s of CPU time
 
 
 class Listener(NamedTuple):

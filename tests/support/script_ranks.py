@@ -18,7 +18,7 @@ import msgspec
 from evener.errors import RequestError
 from evener.plan.file import load_plan
 from evener.plan.use import PLAN_USED
-from evener.training import launched
+from evener.training import first_rank, launched
 
 
 def run_script(_rank: int, script: str, *words: str) -> str:
@@ -141,16 +141,38 @@ def run_by_last_shares(
     PROGRAM.notebook.leave()  # the process would do this at its exit, which a forked rank skips
 
 
-def _run_hooked(
-    settings: Any, folder: Path, rank: int, plan: str, script: str, *words: str
-) -> None:
+def run_as_first_rank(folder: Path, rank: int, plan: str, script: str) -> None:
+    """Do the same as `run_script`, as the first of evener's two ranks, for which the other waits.
+
+    It saves the script's output and evener's messages.
+    """
     import torch
 
+    from evener.program.notes import ProgramSettings
+
+    os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= {first_rank.RELEASE: str(folder / "release")}
+    os.environ[first_rank.STARTED_AS] = first_rank.describe_rank()
+    _install_hooks(ProgramSettings("", Path(script).name), rank, plan)
+    printed = run_script(rank, script)
+    said = (folder / f"rank{rank}.txt").read_text()
+    torch.save({"printed": printed, "said": said}, folder / f"{rank}.pt")
+
+
+def _install_hooks(settings: Any, rank: int, plan: str) -> None:
     from evener.program.install import install
 
     os.environ |= {launched.PROGRAM: msgspec.json.encode(settings).decode(), launched.PLAN: plan}
     os.environ[launched.DEVICE] = load_plan(plan).layout.active[rank].device
     install()
+
+
+def _run_hooked(
+    settings: Any, folder: Path, rank: int, plan: str, script: str, *words: str
+) -> None:
+    import torch
+
+    _install_hooks(settings, rank, plan)
     run_script(rank, script, f"{folder}/", *words)
     saved = folder / f"{rank}.pt"
     torch.save(torch.load(saved) | {"said": (folder / f"rank{rank}.txt").read_text()}, saved)

@@ -57,19 +57,14 @@ ACCELERATE = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--
 
 @two_cores
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_a_launcher_s_own_processes_train_by_shares(
-    start: Start,
-    tmp_path: Path,
-    trainer_ranks: Callable[..., list[Any]],
-    launcher: tuple[str, ...],
+    start: Start, tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
     """The number of processes stays the same, they learn the same, and nothing listens beyond this
     machine.
     """
-    skip_without("accelerate")
     evenly = trainer_ranks("tests.support.script_ranks.run_saving_script", PROGRAM, world=2)
-    evener = start(*launcher, free_port(), PROGRAM, f"{tmp_path}/")
+    evener = start(*TORCHRUN, free_port(), PROGRAM, f"{tmp_path}/")
     with ListenerLog(evener.pid) as log:
         _, errors = evener.communicate(SECONDS)
     assert not evener.returncode, errors
@@ -148,35 +143,44 @@ print("has trained")
 """
 
 
-@two_cores
 @pytest.mark.slow
-def test_a_lightning_trainer_for_one_device_runs_once(start: Start, tmp_path: Path) -> None:
-    """The message has the options with which it would train on all devices."""
-    skip_without("lightning")
-    script = tmp_path / "one.py"
-    script.write_text(LIGHTNING_FOR_ONE)
-    alone = start("python", str(script))
-    printed, errors = alone.communicate(SECONDS)
-    assert not alone.returncode, errors
-    assert printed.count("has trained") == 1
-    assert "it runs once, on its first device alone" in errors
-    assert 'devices=2, strategy="ddp"' in errors
-
-
-@two_cores
-@pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [False, True], ids=["ctrl-c", "killed"])
-def test_nothing_that_a_launcher_has_started_is_left(
-    start: Start, tmp_path: Path, is_killed: bool
+def test_a_lightning_trainer_for_one_device_is_told_how_to_train_on_all(
+    tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
-    """All ends at Ctrl-C with its exit code, and when a rank is killed with the launcher's."""
+    """The message has the options; that such a script runs once is tested above."""
+    skip_without("lightning")
+    script, plan = tmp_path / "one.py", tmp_path / "plan.toml"
+    script.write_text(LIGHTNING_FOR_ONE)
+    plan.write_text(UNEVEN)
+    (alone,) = trainer_ranks(
+        "tests.support.script_ranks.run_as_first_rank", str(plan), str(script), imports="lightning"
+    )
+    assert alone["printed"] == "has trained\n"
+    assert "it runs once, on its first device alone" in alone["said"]
+    assert 'devices=2, strategy="ddp"' in alone["said"]
+
+
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "is_killed"), [(ACCELERATE, False), (TORCHRUN, True)], ids=["ctrl-c", "killed"]
+)
+def test_nothing_that_a_launcher_has_started_is_left(
+    start: Start, tmp_path: Path, launcher: tuple[str, ...], is_killed: bool
+) -> None:
+    """All ends at Ctrl-C with its exit code, and when a rank is killed with the launcher's.
+
+    Ranks that another launcher starts have evener's hooks too.
+    """
+    skip_without("accelerate")
     script = tmp_path / "waits.py"
     script.write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, sys, time\n"
+        "assert 'evener.program.install' in sys.modules\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pid' + os.environ['RANK']).write_text(str(os.getpid()))"
         "\ntime.sleep(600)\n"
     )
-    evener = start(*TORCHRUN, free_port(), str(script))
+    evener = start(*launcher, free_port(), str(script))
     files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), "ranks", SECONDS)
     if is_killed:
