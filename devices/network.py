@@ -162,7 +162,7 @@ def parse_address(text: str, option: str) -> Address:
 def is_loopback(host: str) -> bool:
     """True if `host`, from a URL or a Host header, is this machine's loopback.
 
-    It is a name or an address, and may include a port.
+    `host` is a name or an address, and may include a port.
     """
     # This check protects a local server: a web page elsewhere can make a browser send a request to
     # this machine, but only under the page's own host name.

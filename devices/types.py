@@ -247,7 +247,7 @@ class Source(Protocol):
     def sample(self) -> Snapshot:
         """Return a snapshot of the current moment.
 
-        It is fast enough for every second. All samples must be taken in the same thread.
+        It is fast enough to be called every second. All samples must be taken in the same thread.
         """
 
     def close(self) -> None:

@@ -220,7 +220,7 @@ class Measurement:
         )
 
     def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure how long the step takes without input and, on GPUs, without a slow host."""
+        """Measure the step's time without input and, on GPUs, without waiting for the host."""
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
         largest = max((each for each in known if each is not None), default=None)

@@ -597,8 +597,8 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
     """Yield the layouts that weren't measured because the budget ran out.
 
-    Each one has a budget that should be enough to measure it. Yield nothing if the run was
-    interrupted or has no budget.
+    Each entry has a budget that should be enough to measure the layout. Yield nothing if the run
+    was interrupted or has no budget.
     """
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:

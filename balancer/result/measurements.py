@@ -120,7 +120,7 @@ def find_taken_memory(
 ) -> tuple[TakenMemory, ...]:
     """Return the devices on which other processes held memory when a probe began.
 
-    Each has the largest number of bytes that these processes held.
+    Each entry has the largest number of bytes that these processes held.
     """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)

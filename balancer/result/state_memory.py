@@ -82,7 +82,7 @@ def write_state_memory(memory: StateMemory) -> str:
 def write_adapters(memory: StateMemory) -> list[str]:
     """Return one sentence per method of training adapters, such as LoRA.
 
-    It has the memory that the method needs, and the devices that have enough.
+    A sentence has the memory that the method needs, and the devices that have enough.
     """
     sentences = []
     for each in memory.adapters:

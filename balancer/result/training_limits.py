@@ -98,9 +98,9 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_looks(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """Return the measurements that also timed steps without input or without a slow host."""
+    """Return the measurements that also timed steps without input or waiting for the host."""
     turns = _find_turns(seen, layout)
-    # without input: one batch is reused; without a slow host: all kernels are enqueued first
+    # without input: one batch is reused; without waiting: all kernels are enqueued first
     return [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
 
 
@@ -108,7 +108,7 @@ class _Measured:
     """The measurements of one layout, whose step takes `step_s` seconds in the verdict.
 
     - `turns`: the measurements in which the parts of a step are known.
-    - `looks`: the measurements that also timed steps without input or without a slow host.
+    - `looks`: the measurements that also timed steps without input or without waiting for the host.
     - `closer`: the last of these; None if there is none.
     """
 

@@ -92,7 +92,7 @@ class FamilyView:
     def packs(self) -> list[Layout]:
         """The best measured pack of each mode or, if none has run yet, the next to measure.
 
-        A pack is several trainings on one device. Its mode is how they share the device.
+        A pack is several trainings on one device. Its mode is how the trainings share the device.
         """
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")

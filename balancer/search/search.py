@@ -20,8 +20,8 @@ class Search:
     """Finds the layout that trains fastest. The docstring of this package explains the theory.
 
     The caller runs the probes that `ask` returns, and passes each observation to `tell`. The search
-    has no clock: the time spent is the sum of the observations' `elapsed_seconds`, of which only
-    the longest counts for solo probes of one turn.
+    has no clock: the time spent is the sum of the observations' `elapsed_seconds`. Of solo probes
+    of one turn, only the longest counts, because they run at the same time.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:

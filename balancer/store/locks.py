@@ -178,7 +178,7 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 def kernel_files(device: Device) -> list[Path]:
     """Return the paths of the files by which the kernel shows a device; empty if unknown.
 
-    A CPU slice has one file per core. A GPU has one file, named after its address on the PCI bus.
+    A CPU slice has one file per core. A GPU has one file, in the folder of its PCI address.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]

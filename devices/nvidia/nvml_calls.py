@@ -207,10 +207,10 @@ class Counter:
         self._rate = PENDING
 
     def rate(self, reading: Reading, now: float) -> Reading:
-        """Return the increase per second since the previous counted reading.
+        """Return the counter's increase per second since its previous reading.
 
-        If the counter can't be read, the result says why. If the counter hasn't been read again
-        since the last call, return the last rate.
+        If the counter can't be read, the result says why. If it hasn't been read again since the
+        last call, return the last rate.
         """
         number = reading.current
         if number is None and reading.state is not State.STALE:

@@ -358,7 +358,7 @@ class EventWatch:
 def describe_event(kind: int, data: int) -> str:
     """Return a description of an event of NVML's type `kind`.
 
-    `data` is the number of an XID.
+    `data` is the number of an XID error.
     """
     if kind == XID:
         return f"XID {data}" + (f": {XIDS[data]}" if data in XIDS else "")

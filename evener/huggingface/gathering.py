@@ -37,8 +37,8 @@ def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
 class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """A metric's gathered values, one for each rank and pass.
 
-    Each value is a mean over a number of rows (`rows`), by which `mean` weights it. If a pass is
-    computed in pieces because memory ran out, `sum` adds the values of all pieces (`sums`). So a
+    Each value is a mean over a number of rows (`rows`). `mean` weights it by this number. If a pass
+    is computed in pieces because memory ran out, `sum` adds the values of all pieces (`sums`). So a
     program that averages or sums gathered values gets the same result as with equal shares.
     """
 

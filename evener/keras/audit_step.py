@@ -311,7 +311,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
     """Return new values for variables whose current value may hide a term of the loss.
 
     - A weight or a coefficient of 0 hides a term. It gets a nonzero value.
-    - A counter at its start hides a term that begins only in a later step. It gets its value of a
+    - A counter at its start hides a term that begins only in a later step. It gets the value of a
       late step.
 
     The second result has the names of these variables.

@@ -342,8 +342,7 @@ def relative_error(seen: Timed) -> float:
 def step_error(seen: Timed) -> float:
     """Return the relative standard error of a step time, for fitting curves.
 
-    A probe that timed a single step has an unknown error. The typical error of such steps is
-    returned.
+    For a probe that timed a single step, return the typical error of such steps.
     """
     return LONE_ERROR if seen.lone else relative_error(seen)
 
