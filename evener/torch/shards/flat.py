@@ -198,7 +198,6 @@ class Flat:
 
         Each rank receives the sums for its own shard.
         """
-        self.count_gradients()
         if self._sender is not None:
             self.receive()
             self._send_all(self._sender, weight)
@@ -218,8 +217,8 @@ class Flat:
             if gradient is not None:
                 slot.whole.grad, slot.fired = None, True
         del gradient, gradients  # their memory is free before more is received
-        self._uncount_gradients()
-        self.held.add("gathered", sender.received_bytes)
+        self.held.add("gathered", sender.received_bytes - self._computed_bytes)
+        self._computed_bytes = 0
         self._work, self._sends = sender.send(), True
 
     def receive(self) -> None:

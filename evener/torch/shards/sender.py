@@ -57,10 +57,6 @@ class GradientCopy(NamedTuple):
     elements: slice | None
     target: torch.Tensor
 
-    def source(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `gradient` that are copied, in the shape of the target."""
-        return gradient if self.elements is None else gradient.reshape(-1)[self.elements]
-
 
 class GradientSender:
     """Sends the gradients of a flat's parameters, and adds up the gradients that it receives.
@@ -162,13 +158,13 @@ class GradientSender:
     ) -> None:
         """Copy the gradients of one dtype; for the shards' dtype, copy the weight, too."""
         targets, sources = [], []
-        for copy in copies:
-            gradient = gradients[copy.position]
+        for position, elements, target in copies:
+            gradient = gradients[position]
             if gradient is None:
-                copy.target.zero_()
-            else:
-                targets.append(copy.target)
-                sources.append(copy.source(gradient))
+                target.zero_()
+                continue
+            targets.append(target)
+            sources.append(gradient if elements is None else gradient.reshape(-1)[elements])
         if dtype == self._dtype:
             targets += self._headers
             sources += [self._weights] * len(self._headers)

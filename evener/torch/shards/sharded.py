@@ -346,8 +346,8 @@ class Sharded:
         if unit in self._outside and not is_over:
             return
         if unit.unsent:
+            unit.count_gradients()  # they are in memory while others are received
             if self._sending is not None:
-                unit.count_gradients()  # they are in memory while others are received
                 self._sending.receive()
             unit.send(1.0 if self.keeps else self.weight)
             self._sending = unit

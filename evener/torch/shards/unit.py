@@ -321,11 +321,10 @@ class Unit:
     def check_unchanged(self) -> None:
         """Raise RequestError if a parameter was frozen, unfrozen or converted after sharding."""
         for flat in self.flats:
+            trainable, dtype = flat.trainable, flat.shard.dtype
             for slot in flat.slots:
-                if (
-                    slot.piece.requires_grad != flat.trainable
-                    or slot.piece.dtype != flat.shard.dtype
-                ):
+                piece = slot.piece
+                if piece.requires_grad != trainable or piece.dtype != dtype:
                     raise RequestError(
                         f"The parameter {slot.names[0]} was frozen, unfrozen or converted "
                         f"after split.shard.",
