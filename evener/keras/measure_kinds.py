@@ -433,7 +433,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return a copy of the outputs whose masks select 1 step of row 0, 2 of row 1, and so on."""
+    """Return the outputs with masks that select 1 time step of row 0, 2 of row 1, and so on."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

@@ -81,7 +81,7 @@ class SingleTraining:
             self._iterations[iterator] = _Iteration(weakref.ref(loader))
 
     def begin_loop(self, loader: Any) -> None:
-        """Record that a loop over `loader` begins; its workers may have to be started first."""
+        """Record that a loop over `loader` begins; the loader's workers may have to start first."""
         is_training = torch.is_grad_enabled() and loader in self._training
         if self._timer is not None and is_training and not self._has_batch:
             self._timer.start_loop()
