@@ -420,7 +420,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         `closure_loss` is the loss of the first pass. Each loss is weighted by its part of the
         batch, so that the mean of the ranks' gradients is the global batch's gradient. In manual
-        optimization, only one backward pass runs.
+        optimization, only one backward pass runs. Raises RequestError if training_step returns None
+        in a later pass.
         """
         loss, result = closure_loss, None
         while self._part is not None:

@@ -82,6 +82,8 @@ def shard(
     - `level`: the argument `shard` of that method, "all" or "state".
     - `units`, `state`, `dtype`: its other arguments.
     - `casts`: dtype of an autocast around each forward pass of the model, or None.
+
+    Raises RequestError if the model can't be sharded.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
