@@ -293,8 +293,8 @@ class BlockTimer:
             ),
         )
         found = [warning for warning, holds in judged if holds]
-        said = {warning.code for warning in found}
-        before = (warning for warning in self._unsteady or () if warning.code not in said)
+        codes = {warning.code for warning in found}
+        before = (warning for warning in self._unsteady or () if warning.code not in codes)
         return (*found, *before)
 
 

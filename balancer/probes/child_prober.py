@@ -329,8 +329,8 @@ class ChildProber:
         with self._lock:
             for position, size in short.items():
                 self._memory.record_short(position, size)
-        said = any(short.values()) or set(key.active) <= short.keys()
-        return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
+        is_known = any(short.values()) or set(key.active) <= short.keys()
+        return tuple(short.get(i, 0) for i in range(len(self._devices))) if is_known else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the share for an additional first step; 0 if no such step is needed."""

@@ -353,25 +353,28 @@ class Measurement:
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._scale_to_mean_tokens(ran)
-        wall = max(reply.wall_seconds for reply in ran)
+        wall_seconds = max(reply.wall_seconds for reply in ran)
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         parts = tuple(self._describe_parts(reply) for reply in ran)
         if len(self._ranks.unique_positions) == 1:
             share = self._cpu_share(ran[0])
-            own = (wall * min(1.0, share or 1.0),)
-            return Block(ran[0].steps, wall, share, own, parts=parts)
-        return Block(ran[0].steps, wall, None, self._own_seconds(ran, wall), parts=parts)
+            own = (wall_seconds * min(1.0, share or 1.0),)
+            return Block(ran[0].steps, wall_seconds, share, own, parts=parts)
+        return Block(
+            ran[0].steps, wall_seconds, None, self._own_seconds(ran, wall_seconds), parts=parts
+        )
 
-    def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
+    def _own_seconds(self, ran: Sequence[Ran], wall_seconds: float) -> tuple[float | None, ...]:
         """Return each rank's compute time (own work) in a block; empty if it is unknown."""
         if any(reply.waited_seconds is not None for reply in ran):
-            return tuple(_subtract_waiting(wall, reply.waited_seconds) for reply in ran)
+            return tuple(_subtract_waiting(wall_seconds, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
             return ()
         # the CPU time divided by the number of cores that the rank keeps busy
         computed = zip(ran, self._ranks.busy_cores, strict=True)
         return tuple(
-            min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in computed
+            min(wall_seconds, reply.cpu_seconds / busy + reply.spun_seconds)
+            for reply, busy in computed
         )
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
@@ -457,8 +460,8 @@ class Measurement:
         )
 
 
-def _subtract_waiting(wall: float, waited: float | None) -> float | None:
-    return None if waited is None else max(0.0, wall - waited)
+def _subtract_waiting(wall_seconds: float, waited: float | None) -> float | None:
+    return None if waited is None else max(0.0, wall_seconds - waited)
 
 
 def _scale_times(ran: Ran, factor: float) -> Ran:

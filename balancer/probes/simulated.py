@@ -249,10 +249,10 @@ class _SimulatedProbe:
                 return lost
             slowed, slowest = self._slowed(elapsed)
             held, own = self._throttle(step, parts, elapsed)
-            wall = steps * held * self._draw(noise, steps)
-            own = tuple(p and p * wall / held for p in own)
-            timer.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
-            elapsed += wall
+            block_seconds = steps * held * self._draw(noise, steps)
+            own = tuple(p and p * block_seconds / held for p in own)
+            timer.add(Block(steps, block_seconds, own_seconds=own, slowed=slowed, slowest=slowest))
+            elapsed += block_seconds
             self._report_timing(elapsed, timer)
         timing = timer.result()
         if timing is None:

@@ -242,7 +242,7 @@ class Worker:
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
             steps += command.steps
-        wall = time.perf_counter() - started
+        wall_seconds = time.perf_counter() - started
         cpu = time.process_time() - cpu
         starved = self._cores.read()
         gc.enable()
@@ -253,7 +253,7 @@ class Worker:
         phases = workload.read_phases()
         return protocol.Ran(
             steps=steps,
-            wall_seconds=wall,
+            wall_seconds=wall_seconds,
             cpu_seconds=max(0.0, cpu - spun),
             spun_seconds=spun,
             memory_bytes=memory,

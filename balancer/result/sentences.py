@@ -711,11 +711,11 @@ def _describe_packs(verdict: Verdict) -> Iterator[str]:
 
 def _describe_slower_layouts(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
     """Yield the best layout of each other kind, and how much slower than the plan it is."""
-    said: set[str] = {verdict.chosen.kind}
+    mentioned: set[str] = {verdict.chosen.kind}
     for one in others:
-        if one.kind in said or one.gain is None or one.tie or one.gain < 0:
+        if one.kind in mentioned or one.gain is None or one.tie or one.gain < 0:
             continue
-        said.add(one.kind)
+        mentioned.add(one.kind)
         in_turn = f", {ALTERNATELY}" if one.paired else ""
         at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
         name = one.name[:1].upper() + one.name[1:]

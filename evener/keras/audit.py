@@ -100,7 +100,7 @@ class Finding(msgspec.Struct):
     """A difference that an audit has found, with a message about it and a remedy."""
 
     difference: GradientDifference
-    said: str
+    message: str
     remedy: str = ""  # empty: the usual remedy
 
 
@@ -227,10 +227,10 @@ class StepAudit:
         if finding is None or action not in (Action.REFUSE, Action.WARN):
             return
         if action == Action.REFUSE:
-            raise RequestError(finding.said, finding.remedy or self._remedy())
-        self.warnings.append(finding.said)
+            raise RequestError(finding.message, finding.remedy or self._remedy())
+        self.warnings.append(finding.message)
         remedy = finding.remedy or self._remedy()
-        warn(f"{finding.said} The training goes on; strict=True would end it. {remedy}")
+        warn(f"{finding.message} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that audits its first batch, and then calls `run`.
@@ -264,7 +264,7 @@ class StepAudit:
                     finding = self._compare_tests(steps, rows)
         finding = self._share_finding(finding)
         if finding is not None:
-            raise RequestError(finding.said, finding.remedy or self._remedy())
+            raise RequestError(finding.message, finding.remedy or self._remedy())
 
     # ---------------------------------------------------------------- rows and graphs
 
@@ -427,8 +427,8 @@ class StepAudit:
                 continue
             for one, other in zip(whole, part.outputs, strict=True):
                 if len(other) == stop - start and not self._are_close(one[start:stop], other, one):
-                    said = "a row's output of the model depends on the other rows of its batch."
-                    return Finding(_unknown_difference(), f"{self._moment}, {said}", ALONE)
+                    message = "a row's output of the model depends on the other rows of its batch."
+                    return Finding(_unknown_difference(), f"{self._moment}, {message}", ALONE)
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
@@ -463,8 +463,8 @@ class StepAudit:
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
         """Return a finding that some rows (`what`) can't be computed alone because of `error`."""
-        said = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
-        return Finding(_unknown_difference(), f"{said.rstrip('.')}.", ALONE)
+        message = f"{self._moment}, {what} can't be computed alone: {first_line(error)}"
+        return Finding(_unknown_difference(), f"{message.rstrip('.')}.", ALONE)
 
     def _try(self, step: TracedStep, rows: Tensors) -> StepResult | Exception:
         """Return the result of a step on these rows, or its exception."""
@@ -550,11 +550,11 @@ class StepAudit:
             self._compare_logs(reference, trained)
             return self._compare_states(plain, rows, reference, trained)
         one, other = difference.losses
-        said = (
+        message = (
             f"{self._cause(False).why}. {self._moment}, the loss of {count_rows(rows)} rows is"
             f" {one:.6g} at once, and {other:.6g} from parts of {self._name_parts(rows)}."
         )
-        return Finding(difference, said)
+        return Finding(difference, message)
 
     def _run_engine_step(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
@@ -673,12 +673,12 @@ class StepAudit:
             relative = _distance(one, other)
             difference = GradientDifference(variable.name, relative, 0.0, *sizes, (0.0, 0.0))
             effect = "" if is_own else ", and what is learned depends on it"
-            said = (
+            message = (
                 f"{self._moment}, the variable {variable.name} is another one after all rows at"
                 f" once than after parts of {self._name_parts(rows)} of them, as shares compute it"
                 f" (norms {sizes[0]:.6g} and {sizes[1]:.6g}){effect}."
             )
-            return Finding(difference, said, f"Leave that out. {ALONE}")
+            return Finding(difference, message, f"Leave that out. {ALONE}")
         return None
 
     def _compare_attributes(self, steps: StepPair, rows: Tensors) -> Finding | None:
@@ -689,12 +689,12 @@ class StepAudit:
         one, other = (step.attributes for step in steps)
         for name in sorted(one.keys() | other.keys()):
             if one.get(name) != other.get(name):
-                said = (
+                message = (
                     f"{self._moment}, the attribute {name} is {one.get(name, 'unchanged')} after"
                     f" all rows at once, and {other.get(name, 'unchanged')} after parts of"
                     f" {self._name_parts(rows)} of them, as shares compute it."
                 )
-                return Finding(_unknown_difference(), said, f"Leave that out. {ALONE}")
+                return Finding(_unknown_difference(), message, f"Leave that out. {ALONE}")
         return None
 
     @staticmethod
@@ -725,13 +725,13 @@ class StepAudit:
             )
             difference = compare(one.gradients, other.gradients)
             if difference is not None:
-                said = (
+                message = (
                     f"{self._moment}, {place} decides by a value that is another one"
                     f" for parts of {self._name_parts(rows)} of the rows than for all at once, so"
                     f" parts may decide otherwise, now or later: the gradient of {difference.name}"
                     f" then differs by {difference.relative:.2g} of its size."
                 )
-                return Finding(difference, said)
+                return Finding(difference, message)
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
@@ -762,11 +762,11 @@ class StepAudit:
             return None
         name, low, high = found[0].partition(" ")[2], *found[1:]
         difference = GradientDifference(name, 1.0, 1e-4, low, high, (math.nan, math.nan))
-        said = (
+        message = (
             f"{self._moment}, the variable {name} isn't the same in all processes"
             f" (norms {low:.6g} and {high:.6g}): each has made it of its own rows."
         )
-        return Finding(difference, said)
+        return Finding(difference, message)
 
     # ---------------------------------------------------------------- what may be hidden
 
@@ -783,9 +783,9 @@ class StepAudit:
         if not self._engine.judges_parts(True):
             return
         x, y, weight = rows
-        for said, change in LABELS.items():
+        for words, change in LABELS.items():
             changed = tf.nest.map_structure(change, y)
-            yield f"with {said}", values, (x, changed, weight)
+            yield f"with {words}", values, (x, changed, weight)
         call = plain.run(rows, self._list_seeds()).call
         others = None if call is None else _change_labels(y, call.outputs)
         if others is not None:
@@ -816,17 +816,17 @@ class StepAudit:
         text = b""
         if finding is not None:
             finite = _with_finite(finding.difference)
-            text = msgspec.json.encode(Finding(finite, finding.said, finding.remedy))
+            text = msgspec.json.encode(Finding(finite, finding.message, finding.remedy))
         return msgspec.json.decode(self._group.share_text(text, first), type=Finding)
 
     def _find(self, difference: GradientDifference, rows: Tensors, moved: str) -> Finding:
         cut = self._engine.cut
         cause = self._cause(True)
         parts = cut.sizes(int(count_rows(rows)))
-        said = describe(difference, cause, [size for size in parts if size], self.audits.step)
+        message = describe(difference, cause, [size for size in parts if size], self.audits.step)
         if moved:
-            said += f" It shows {moved}, as later in a training."
-        return Finding(difference, said)
+            message += f" It shows {moved}, as later in a training."
+        return Finding(difference, message)
 
     def _remedy(self) -> str:
         if self._group is not None:

@@ -368,17 +368,17 @@ def _project_gradients(gradients: Sequence[Any], shapes: Sequence[Any], seed: An
     # squared norm
     order = sorted(range(len(matrices)), key=lambda place: matrices[place].shape[0] > 1)
     vectors = [each for each in matrices if each.shape[0] <= 1]
-    others = [each for each in matrices if each.shape[0] > 1]
-    most_rows = max((each.shape[0] for each in others), default=0)
-    most_columns = max((each.shape[1] for each in others), default=0)
-    of_rows = _draw_signs(most_rows, seed)
-    of_columns = _draw_signs(most_columns, seed + tf.constant([0, 1]))
+    larger = [each for each in matrices if each.shape[0] > 1]
+    most_rows = max((each.shape[0] for each in larger), default=0)
+    most_columns = max((each.shape[1] for each in larger), default=0)
+    row_signs = _draw_signs(most_rows, seed)
+    column_signs = _draw_signs(most_columns, seed + tf.constant([0, 1]))
     sums = [_sum_vectors(vectors, seed + tf.constant([0, 2]))] if vectors else []
-    for matrix in others:
+    for matrix in larger:
         rows, columns = matrix.shape
-        along = tf.matmul(matrix, of_columns[matrix.dtype][:columns])
-        signed = along * of_rows[matrix.dtype][:rows]
-        sums.append(tf.cast(tf.reduce_sum(signed, 0, keepdims=True), tf.float64))
+        by_column = tf.matmul(matrix, column_signs[matrix.dtype][:columns])
+        by_row = by_column * row_signs[matrix.dtype][:rows]
+        sums.append(tf.cast(tf.reduce_sum(by_row, 0, keepdims=True), tf.float64))
     return tf.gather(tf.concat(sums, 0), np.argsort(order))
 
 

@@ -215,13 +215,16 @@ def check_options(options: Mapping[str, bool], group: Group) -> None:
     `options` are the options of this process's Split. Every process of `group` must call this.
     """
     own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
-    said = [each.numpy() for each in group.sum_now(own)]
+    values_by_rank = [each.numpy() for each in group.sum_now(own)]
     check_agreement(
         [
             RankInfo(
                 "",
                 "",
-                options={name: bool(each[rank]) for name, each in zip(options, said, strict=True)},
+                options={
+                    name: bool(each[rank])
+                    for name, each in zip(options, values_by_rank, strict=True)
+                },
             )
             for rank in range(group.size)
         ]

@@ -81,8 +81,8 @@ class GroupFailures:
 
     def _describe(self, error: Exception) -> str:
         kind = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
-        said = first_line(error).rstrip(".")
-        return f"{MARK}{self._rank} has failed{find_users_line(error)}: {kind}{said}.{END}"
+        message = first_line(error).rstrip(".")
+        return f"{MARK}{self._rank} has failed{find_users_line(error)}: {kind}{message}.{END}"
 
 
 def read_failure(error: BaseException) -> str:

@@ -435,7 +435,9 @@ class Workers:
         added = [each for _, each in changes]
         ready = self.times.now([*shared.values, *added, result.loss])
         tensors = [*sent, result.loss, *added, *shared.prepare(self.group)]
-        sums = iter(self._sum_and_note(tensors, own, digest, (began, ready), result.loss.dtype))
+        sums = iter(
+            self._sum_results_and_times(tensors, own, digest, (began, ready), result.loss.dtype)
+        )
         summed = list(islice(sums, len(sent)))
         loss = next(sums)
         for update, (start, _) in zip(result.updates, changes, strict=True):
@@ -443,7 +445,7 @@ class Workers:
         apply_gradients(self.model, shared.join(list(sums)))
         return summed, loss
 
-    def _sum_and_note(
+    def _sum_results_and_times(
         self,
         tensors: list[Any],
         own: OwnRows,
@@ -460,12 +462,13 @@ class Workers:
         began, ready = times
         labels = 0 if digest is None else digest.labels
         inputs = 0 if digest is None else digest.inputs
-        spread = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
-        last = tf.concat(spread, 0)  # summed separately, because it waits for a clock
+        by_process = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
+        # summed separately, because it waits for a clock
+        times_and_digests = tf.concat(by_process, 0)
         sums: list[Any]
-        *sums, last = self.group.sum([*tensors, last], apart=1)
-        work, labels, inputs = tf.split(last, 3)
-        self.times.note(own.rows, work, self.times.now(sums) - ready)
+        *sums, times_and_digests = self.group.sum([*tensors, times_and_digests], apart=1)
+        work_of_each, labels, inputs = tf.split(times_and_digests, 3)
+        self.times.note(own.rows, work_of_each, self.times.now(sums) - ready)
         if digest is not None:
             self._note_data(digest, labels, inputs)
         return sums

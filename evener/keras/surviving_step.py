@@ -31,13 +31,13 @@ class SurvivingStep:
 
     - `limit`: the maximum rows per pass, which is reduced when memory runs out. None in a probe,
       where a step fails if memory runs out.
-    - `said`: called with a report of each retry.
+    - `report_retry`: called with a report of each retry.
     """
 
     def __init__(
-        self, engine: Any, limit: PassLimit | None, said: Callable[[Retreat], None]
+        self, engine: Any, limit: PassLimit | None, report_retry: Callable[[Retreat], None]
     ) -> None:
-        self._engine, self._limit, self._said = engine, limit, said
+        self._engine, self._limit, self._report_retry = engine, limit, report_retry
         self._least = 1 + any(
             each.trainable for each in list_normalizations(engine.model)
         )  # minimum rows per pass; batch normalization needs two
@@ -102,7 +102,7 @@ class SurvivingStep:
             state.assign(value)
         limit.count_failure(rows, self._least, describe_memory(self._engine.group.device))
         smaller = limit.halve(rows, self._least)
-        self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
+        self._report_retry(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
 
     def _trace_graphs(self, spec: Any, data: Tensors) -> None:
         """Trace both graphs for batches of the type `spec`, unless that is done.

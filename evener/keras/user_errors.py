@@ -32,5 +32,5 @@ def first_line(error: Exception) -> str:
     """
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
-    said = [line for line in lines if line and not PLACES.search(line)]
-    return said[0] if said else type(error).__name__
+    own_lines = [line for line in lines if line and not PLACES.search(line)]
+    return own_lines[0] if own_lines else type(error).__name__

@@ -252,10 +252,10 @@ def make_call(
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
     name = wrapped.__name__
-    given, filled = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
+    input_name, output_name = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
     # a deprecated alias of the function may lack this argument
-    found = bound.arguments.get(filled) if filled else None
-    return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(given), found)
+    output = bound.arguments.get(output_name) if output_name else None
+    return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(input_name), output)
 
 
 @cache

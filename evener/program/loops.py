@@ -158,12 +158,12 @@ class Loop:
     def varies(self) -> bool:
         """True if the data set returns different rows for the same index and random state."""
         with suppress(Exception):  # the user's code may not support this call
-            twin = copy_dataset(self._loader.dataset)
+            copied_data = copy_dataset(self._loader.dataset)
             number = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
             for _ in range(2):
                 with kept_state():
-                    rows.append(tree_leaves(twin[number]))
+                    rows.append(tree_leaves(copied_data[number]))
             return any(map(_differ, *rows))
         return False
 
@@ -188,8 +188,8 @@ class Loop:
         numbers = self.sampler.rows_at(self._step)
         given = [each.cpu() for each in tensors_in(unfold(self.batch)) if each.ndim]
         with suppress(Exception), kept_state():
-            twin = copy_dataset(self._loader.dataset)
-            rows = unfold(collate([twin[number] for number in numbers]))
+            copied_data = copy_dataset(self._loader.dataset)
+            rows = unfold(collate([copied_data[number] for number in numbers]))
             made = [each for each in tensors_in(rows) if each.ndim]
             if len(made) == len(given) and not any(map(_differ, made, given)):
                 return fetch_rows(self._loader.dataset, collate, numbers)
@@ -395,8 +395,8 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
     # at most one batch more than the sampler's length
     try:
         with kept_state():
-            twin = _copy_for(sampler, rank)
-            return [list(batch) for batch in islice(twin, len(twin) + 1)]
+            copied_sampler = _copy_for(sampler, rank)
+            return [list(batch) for batch in islice(copied_sampler, len(copied_sampler) + 1)]
     except Exception as error:
         raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
 
@@ -433,10 +433,10 @@ def _differ(one: Any, other: Any) -> bool:
 def _copy_for(sampler: Any, rank: int) -> Any:
     """Return a copy of a batch sampler that draws for another rank."""
     held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
-    twin = copy.deepcopy(sampler, {id(each): each for each in held})
-    holder, name = _find_rank_attribute(twin)
+    copied = copy.deepcopy(sampler, {id(each): each for each in held})
+    holder, name = _find_rank_attribute(copied)
     setattr(holder, name, rank)
-    return twin
+    return copied
 
 
 def _find_rank_attribute(sampler: Any) -> Any:

@@ -189,15 +189,15 @@ def slice_cpus(groups: Groups, count: int) -> Groups:
             f"Ask for cpu/{len(cpus)} or fewer.",
         )
     if len(groups) >= count:
-        each = len(groups) // count
-        sets = [
-            tuple(cpu for group in groups[i * each : (i + 1) * each] for cpu in group)
+        per_slice = len(groups) // count
+        slices = [
+            tuple(cpu for group in groups[i * per_slice : (i + 1) * per_slice] for cpu in group)
             for i in range(count)
         ]
-        if len({len(cores) for cores in sets}) == 1:
-            return tuple(tuple(sorted(cores)) for cores in sets)
-    each = len(cpus) // count
-    return tuple(tuple(sorted(cpus[i * each : (i + 1) * each])) for i in range(count))
+        if len({len(cores) for cores in slices}) == 1:
+            return tuple(tuple(sorted(cores)) for cores in slices)
+    per_slice = len(cpus) // count
+    return tuple(tuple(sorted(cpus[i * per_slice : (i + 1) * per_slice])) for i in range(count))
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:

@@ -268,17 +268,17 @@ def verdict_lines(
     written = VerdictText(
         first, "", "", remarks=tuple(others)
     )  # a run by an older version has only the text
-    said: Sequence[str] = ()
+    mentioned: Sequence[str] = ()
     if found is not None:
         written = write_verdict(found)
-        said = (*written.doubts, SIMULATED) if found.simulated else written.doubts
+        mentioned = (*written.doubts, SIMULATED) if found.simulated else written.doubts
     head = [line for line in (written.recommendation, written.headline) if line]
     texts = [plain(line, 2000) for line in (*head, *steps)]
     texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
     texts += [plain(remark, 2000) for remark in written.remarks]
     if plan.search.probes:
         texts.append(write_search(plan.search, found))
-    left = [warning for warning in plan.warnings if warning not in said]
+    left = [warning for warning in plan.warnings if warning not in mentioned]
     texts += [f"warning: {plain(warning)}" for warning in left]
     return list(chain.from_iterable(folded(text, width, "  ") for text in texts))
 
@@ -545,20 +545,20 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
     """Yield a line for each start, each change of shares or speed, and the end of a training."""
-    said = 0.0
+    last_printed = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
     for entry, following in zip(entries, (*entries[1:], None), strict=True):
         match entry:
             case StartEntry():
                 yield plain(f"  {_clock(entry.at)}  {_start_text(entry)}", 1000)
-                said = 0.0
+                last_printed = 0.0
             case SpeedEntry(steps_per_second=steps):
                 last = not isinstance(following, SpeedEntry)
-                if last or abs(steps - said) > WORTH_SAYING * max(steps, said):
+                if last or abs(steps - last_printed) > WORTH_SAYING * max(steps, last_printed):
                     speed = f"{steps:.3g} steps/s, {rate(entry.samples_per_second)} samples/s"
                     yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
-                    said = steps
+                    last_printed = steps
             case ChangeEntry(change=change):
                 before = "+".join(map(str, change.before))
                 after = "+".join(map(str, change.after))

@@ -279,10 +279,12 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
     Warnings take at most a third of `height`. While the search runs, at least two lines are kept
     free of warnings for the measurements.
     """
-    said = state.notes if state.finished is None else other_warnings(state.finished)
+    warnings = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
     room = height - len(head)
-    head += warning_lines(said, width, max(0, min(room - (0 if state.ended else 2), height // 3)))
+    head += warning_lines(
+        warnings, width, max(0, min(room - (0 if state.ended else 2), height // 3))
+    )
     room = max(0, height - len(head))
     newest = state.seen[-room:] if room else ()
     rows = [_seen_line(state, one.seen, one.at_seconds, width) for one in reversed(newest)]

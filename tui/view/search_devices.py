@@ -195,17 +195,21 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
     return f"{predicted}{sketch.largest_batch}"
 
 
-def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
+def _memory_forms(largest: str, failed_batch: int | None) -> list[tuple[Span, ...]]:
     """Return texts of different lengths for the memory column, the longest first.
 
-    `largest` is the largest batch that fits, as text. `wall` is the smallest batch that ran out of
-    memory, or None.
+    `largest` is the largest batch that fits, as text. `failed_batch` is the smallest batch that ran
+    out of memory, or None.
     """
-    if wall is None:
+    if failed_batch is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
-    walled = Span(f"{Mark.WALL}{wall}", "bad")
+    failed_span = Span(f"{Mark.WALL}{failed_batch}", "bad")
     fits = Span(f"fits {largest}, " if largest else "")
-    return [(fits, Span(f"{wall} not", "bad")), (Span(largest), walled), (walled,)]
+    return [
+        (fits, Span(f"{failed_batch} not", "bad")),
+        (Span(largest), failed_span),
+        (failed_span,),
+    ]
 
 
 SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(

@@ -287,8 +287,8 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
         lines += _marked(words, "good", Mark.CURSOR, width)
     if row.noise is not None:
         batch = sum(rank.share for rank in row.ranks)
-        said = describe(row.noise, batch, row.step)
-        lines += _marked(f"{said[0].upper()}{said[1:]}.", "text", Mark.DOT, width)
+        noise_text = describe(row.noise, batch, row.step)
+        lines += _marked(f"{noise_text[0].upper()}{noise_text[1:]}.", "text", Mark.DOT, width)
     for retreat in row.retreats:
         lines += _marked(f"{retreat}.", "warn", Mark.ALARM, width)
     for number, change in reversed([*enumerate(row.changes, 1)]):
@@ -330,9 +330,9 @@ def _list_excluded_causes(row: TrainingRow) -> str:
         "what lies between steps": max(each.between_s for each in steps),
     }
     step_s = max(each.step_s for each in steps)
-    said = ", ".join(f"{name} {percent(part / step_s)}" for name, part in longest.items())
+    longest_parts = ", ".join(f"{name} {percent(part / step_s)}" for name, part in longest.items())
     return (
-        f"No cause was found. Of a step take at most: {said}. Threads wait for cores "
+        f"No cause was found. Of a step take at most: {longest_parts}. Threads wait for cores "
         f"{percent(row.starved)} of the time; no device is throttled, and no other process is "
         f"seen on one. So own work itself takes longer than when the plan was measured."
     )
@@ -381,11 +381,11 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
     An ended training has none.
     """
     # If several limits have the same remedy, it is given once.
-    said = set()
+    mentioned = set()
     for limit in row.limits:
-        if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:
+        if limit.kind == LimitKind.UNEQUAL or limit.remedy in mentioned or row.ended_s:
             continue
-        said.add(limit.remedy)
+        mentioned.add(limit.remedy)
         low, high = _write_gain(limit.gain_low), _write_gain(limit.gain_high)
         yield f"{limit.remedy} {_write_gain(limit.gain)} ({low} to {high})."
 

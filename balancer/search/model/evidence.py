@@ -214,7 +214,7 @@ def _why_left_out(store: Observations, position: int, explored: Sequence[Observa
 
 def _throttling_factor(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return the factor by which throttling now prolongs the device's steps; 1 if it doesn't."""
-    throttled = _list_throttled_since(store, position)
+    throttled = _list_if_still_throttled(store, position)
     unthrottled = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
     unthrottled_curve = fit_curve(unthrottled) if throttled else None
     if unthrottled_curve is None:
@@ -226,7 +226,7 @@ def _throttling_factor(store: Observations, position: int, own: _ObservationsByU
     return max(1.0, median(ratios or [1.0]))
 
 
-def _list_throttled_since(store: Observations, position: int) -> list[Timed]:
+def _list_if_still_throttled(store: Observations, position: int) -> list[Timed]:
     """Return the measurements in which the device was throttled; empty if it no longer is."""
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]

@@ -270,14 +270,14 @@ class Stairs(msgspec.Struct, frozen=True):
 
     seconds(b) = max(least, first + rise * ceil(each * b + shift)) for a batch b. The points don't
     determine `each` and `shift` exactly. All pairs that put every point on its measured level form
-    a polygon, the feasible region. `places` has (each, lowest shift, highest shift) for each corner
-    of the polygon.
+    a polygon, the feasible region. `corners` has (each, lowest shift, highest shift) for each
+    corner of the polygon.
     """
 
     first: float
     rise: float
     least: float
-    places: tuple[tuple[float, float, float], ...]
+    corners: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
         """Return the step function up to the batch `largest`, continued by a straight line.
@@ -287,8 +287,8 @@ class Stairs(msgspec.Struct, frozen=True):
         devices (`among`) share a step.
         """
         knots: dict[float, float] = {}
-        levels_per_sample = math.fsum(slope for slope, _, _ in self.places) / len(self.places)
-        lowest_shift = min(least for _, least, _ in self.places)
+        levels_per_sample = math.fsum(slope for slope, _, _ in self.corners) / len(self.corners)
+        lowest_shift = min(least for _, least, _ in self.corners)
         begin = 0
         first_level = math.ceil(levels_per_sample + lowest_shift)
         for level in range(first_level, first_level + MOST_STAIRS):
@@ -311,10 +311,10 @@ class Stairs(msgspec.Struct, frozen=True):
     def _range_of_level_end(self, level: int) -> tuple[int, int]:
         """Return the smallest and the largest batch at which level number `level` may end."""
         earliest = min(
-            math.floor((level - most) / each + ROUNDING) for each, _, most in self.places
+            math.floor((level - most) / each + ROUNDING) for each, _, most in self.corners
         )
         latest = max(
-            math.ceil((level - least) / each - ROUNDING) - 1 for each, least, _ in self.places
+            math.ceil((level - least) / each - ROUNDING) - 1 for each, least, _ in self.corners
         )
         return earliest, max(earliest, latest)
 
@@ -371,7 +371,7 @@ def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Sta
 def _find_feasible_region(
     batches: Sequence[int], levels: Sequence[int]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the `places` of `Stairs` that put each batch on its level, if any."""
+    """Return the `corners` of `Stairs` that put each batch on its level, if any."""
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
     low = 1 / batches[-1]

@@ -61,23 +61,25 @@ def audit_record(
     Raises RequestError if the loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
-    closed = not record.has_other_rows()
-    for few in rows:
-        tried = _Interpretations(record, few)
+    has_only_these_rows = not record.has_other_rows()
+    for selection in rows:
+        interpretations = _Interpretations(record, selection)
         for count in counts:
-            tried.audit(sketcher, computations, count, moves)
-            if tried.found is not None and tried.found.difference is None:
+            interpretations.audit(sketcher, computations, count, moves)
+            if interpretations.found is not None and interpretations.found.difference is None:
                 break
-        found, certain = tried.found, tried.certain
+        found, is_certain = interpretations.found, interpretations.certain
         if found is None:
-            fault = tried.fault or fault
+            fault = interpretations.fault or fault
             continue
         if found.difference is not None:
             if not all(map(math.isfinite, found.difference.losses)):
                 return Replayed(None, NOT_A_NUMBER)
-            if not find_objects(few.whole) and _leaves_out(record, few, sketcher()):
+            if not find_objects(selection.whole) and _leaves_out(record, selection, sketcher()):
                 return Replayed(None, ROW_BY_ROW)
-        return Replayed(found, "", _is_padded_otherwise(rows[0], few), certain, closed)
+        return Replayed(
+            found, "", _is_padded_otherwise(rows[0], selection), is_certain, has_only_these_rows
+        )
     return Replayed(None, fault)
 
 

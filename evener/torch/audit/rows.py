@@ -75,13 +75,13 @@ def fetch_rows(
 
     with kept_state():
         seed_all(SEED)
-        twin = copy_dataset(dataset)
-        items = [twin[number] for number in numbers[: TIMES * most]]
+        copied = copy_dataset(dataset)
+        items = [copied[number] for number in numbers[: TIMES * most]]
         if len(items) < 2:
             return None
         chosen = _choose(items, [_sign_item(each, collated) for each in items], most)
         whole = collated(chosen)
-        first, half = _first(len(chosen)), len(chosen) // 2
+        first, half = _rows_of_first_part(len(chosen)), len(chosen) // 2
         sizes = (first, len(chosen) - first)
         cut = _cut(whole, first, len(chosen))
         halves = (collated(chosen[:half]), collated(chosen[half:]))
@@ -108,19 +108,19 @@ def copy_dataset(dataset: Any) -> Any:
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
     try:
-        twin = copy.copy(dataset)
+        copied = copy.copy(dataset)
     except Exception:  # an error of the program's own code
         return dataset
-    for name, value in list(getattr(twin, "__dict__", {}).items()):
+    for name, value in list(getattr(copied, "__dict__", {}).items()):
         if name == "dataset":
-            setattr(twin, name, copy_dataset(value))
+            setattr(copied, name, copy_dataset(value))
         elif name == "datasets" and isinstance(value, list | tuple):
-            setattr(twin, name, [copy_dataset(each) for each in value])
+            setattr(copied, name, [copy_dataset(each) for each in value])
         elif isinstance(value, torch.Generator):
-            setattr(twin, name, value.clone_state())
+            setattr(copied, name, value.clone_state())
         elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-            setattr(twin, name, copy.deepcopy(value))
-    return twin
+            setattr(copied, name, copy.deepcopy(value))
+    return copied
 
 
 def choose_few_rows(
@@ -138,7 +138,7 @@ def choose_few_rows(
     try:
         whole = _pick_rows(batch, rows, in_order, most)
         count = min(rows, most) // 2 * 2
-        first_of_unequal, half_of_rows = _first(count), count // 2
+        first_of_unequal, half_of_rows = _rows_of_first_part(count), count // 2
         parts = _cut(whole, first_of_unequal, count)
         even = _cut(whole, half_of_rows, count)
     except RequestError:
@@ -153,7 +153,7 @@ def choose_few_rows(
     return FewRows(whole, parts, sizes, parts, even, even_sizes, digest=digest)
 
 
-def _first(rows: int) -> int:
+def _rows_of_first_part(rows: int) -> int:
     """Return the number of rows in the first of two unequal parts, about 3/8 of `rows`."""
     return max(1, rows * 3 // 8)
 

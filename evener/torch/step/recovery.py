@@ -104,11 +104,13 @@ class RunningPass:
 class Recovery:
     """Undoes a rank's passes that run out of memory, and limits the rows of later passes.
 
-    `said` is called with a Retreat for each such pass.
+    `report_retry` is called with a Retreat for each such pass.
     """
 
-    def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
-        self._rank, self._device, self._said = rank, device, said
+    def __init__(
+        self, rank: int, device: torch.device, report_retry: Callable[[Retreat], None]
+    ) -> None:
+        self._rank, self._device, self._report_retry = rank, device, report_retry
         self._held_by_others = partial(held_by_others, device)
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # ids of buffers that passes don't change
@@ -188,7 +190,7 @@ class Recovery:
         others = held_by_others(self._device)
         smaller = self.limit.halve(rows, least, others)
         seconds = time.monotonic() - began
-        self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
+        self._report_retry(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
         """Discard what is needed to undo a pass, once all its rows are computed."""

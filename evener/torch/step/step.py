@@ -188,13 +188,15 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 class Passes:
     """Computes the passes of a rank's batches one after the other, for loops and all trainers.
 
-    A pass that runs out of memory is computed again in smaller ones. `said` is then called with a
-    Retreat that describes it.
+    A pass that runs out of memory is computed again in smaller ones. `report_retry` is then called
+    with a Retreat that describes it.
     """
 
-    def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, report_retry: Callable[[Retreat], None]
+    ) -> None:
         self._device = device
-        self.recovery = Recovery(rank, device, said)
+        self.recovery = Recovery(rank, device, report_retry)
         self._exchanges: list[Exchange] = []  # exchanges that sum the current batch's gradients
         self._given: set[Exchange] = (
             set()
