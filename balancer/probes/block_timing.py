@@ -1,4 +1,4 @@
-"""Decides how many steps to time next, and when the time of a step is known precisely enough.
+"""Decides how many steps to time next, and when the step time is known precisely enough.
 
 The functions have no side effects: the caller runs the steps and measures their time.
 

@@ -1,4 +1,4 @@
-"""Lets a child that has built the user's model leave a copy of itself, which forks later children.
+"""Forks children from a copy of a child that has already built the user's model.
 
 A model with a billion parameters takes 20 s to build. The copy is made before the model is moved to
 a device. Children of the copy share its memory until they write to it, and start within a moment.

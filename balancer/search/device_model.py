@@ -1,4 +1,4 @@
-"""A model of one device: its step time as a function of rows, and limits for the rows of one pass.
+"""A model of one device: its step time by number of rows, and limits for the rows of one pass.
 
 Each limit is a multiple of the quantum; 0 leaves the device out. The name of a limit says what it
 is based on:

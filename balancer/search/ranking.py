@@ -1,7 +1,7 @@
 """Ranks layouts that were measured in turns A B C A B C, with the differences between them.
 
 Layouts are compared within each turn. Drift between turns, such as from heat or other processes,
-affects all layouts of a turn, so the difference between two layouts is more certain than the
+affects all layouts of a turn. So the difference between two layouts is more certain than the
 samples/s of either. Two layouts deserve another turn while a change to the slower layout may still
 gain more than `LEAST_GAIN`. The expected gain is E[max(0, d)], with d normally distributed around
 the measured difference (Jones and others, "Efficient global optimization", 1998).

@@ -1,4 +1,4 @@
-"""Chooses the fraction of the model's state and the rows that each device gets in sharded training.
+"""Chooses each device's part of the model's state, and its rows, in sharded training.
 
 Each device is first measured alone, while it holds only a small part of the state and gathers the
 model's units (blocks of layers) from that part. This shows its step time, and the memory that it

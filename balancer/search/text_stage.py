@@ -1,10 +1,14 @@
 """Exploration with rows of unequal length: passes of a few sizes, then whole batches.
 
-Each device's cost is determined by four kinds of passes: a small pass, larger passes of the longest
-rows until they take clearly longer, several passes of short rows in one step, and passes of other
-lengths. All devices run at the same time. The larger passes are needed because a small pass says
-nothing about the cost of tokens on a fast GPU, where launching kernels takes longer than computing
-them.
+Each device's cost is determined by four kinds of passes:
+
+- a small pass
+- larger passes of the longest rows, until they take clearly longer
+- several passes of short rows in one step
+- passes of other lengths
+
+All devices run at the same time. The larger passes are needed because a small pass says nothing
+about the cost of tokens on a fast GPU, where launching kernels takes longer than computing them.
 
 To test the costs, the global batch is then measured on each device alone, and in the split that
 should be fastest according to the costs. More splits follow while the compute times (own work) in

@@ -2,11 +2,13 @@
 
 A core is up to half slower while its other hardware thread is busy, for seconds at a time, so equal
 steps take unequal times. Each window of a training therefore also has the time that a fixed loop
-took on the same core (`evener/system/core_speed.py`). Step times are compared by an analysis of
-covariance: the logarithm of a step's time rises linearly with that of the loop's time, with a
-common slope for both trainings (Fisher, Statistical Methods for Research Workers, 1932, chapter 8).
-The slope is estimated from the differences within each training, with a normal prior, as in
-Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, 3.3).
+took on the same core (`evener/system/core_speed.py`).
+
+Step times are compared by an analysis of covariance (Fisher, Statistical Methods for Research
+Workers, 1932, chapter 8). The logarithm of a step's time rises linearly with the logarithm of the
+loop's time, with a common slope for both trainings. The slope is estimated from the differences
+within each training, with a normal prior, as in Bayesian linear regression (Bishop, Pattern
+Recognition and Machine Learning, 2006, 3.3).
 
 Different code is slowed differently, so the more a window was corrected, the less certain it is.
 Windows at full speed aren't corrected and count most. If a training has none of them, its interval

@@ -4,9 +4,9 @@ Memory use is extrapolated with the line through the two largest distinct batche
 The next guess is the batch at which the line reaches the device's memory.
 
 A guess that runs out of memory refutes the line. From then on, the next attempt is in the gap
-between the largest batch that ran and the smallest that failed, a quarter of the gap above the
-former. A failure costs more than a batch that runs. If memory use in bytes is unknown, the batch
-grows by a factor until it fails.
+between the largest batch that ran and the smallest that failed. It is nearer to the batch that ran,
+a quarter of the gap above it, because a failure costs more than a batch that runs. If memory use in
+bytes is unknown, the batch grows by a factor until it fails.
 """
 
 from __future__ import annotations
