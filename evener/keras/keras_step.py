@@ -103,7 +103,7 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """Pad a part of a batch with zeros so that it has as many `rows` as the batch.
+    """Return a part of a batch with zeros around it, so that it has `rows` rows like the batch.
 
     `start` is the index of the part's first row in the batch.
     """
@@ -112,7 +112,7 @@ def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:
-    """Concatenate nested tensors of the same structure, with their masks."""
+    """Return nested tensors of the same structure, concatenated by rows, with their masks."""
     return keras.tree.map_structure(
         lambda *tensors: _with_marks(
             tf.concat(tensors, 0), tensors, lambda marks: tf.concat(marks, 0)
@@ -294,7 +294,7 @@ def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split the losses of a call into the layers' losses and the regularizers' losses."""
+    """Return a call's losses as two lists: the layers' losses and the regularizers' losses."""
     # Keras lists the regularizers' losses last
     regularized = sum(
         getattr(weight, "regularizer", None) is not None for weight in model.trainable_weights
@@ -372,7 +372,7 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """Scale the loss as the optimizer does for float16, but by a smaller factor.
+    """Return the loss scaled as the optimizer does for float16, but by a smaller factor.
 
     With the full factor, the gradients of parts could overflow, because they can be larger than
     their sum.
@@ -402,7 +402,7 @@ def _headroom(model: Any) -> float:
 
 
 def _undo_headroom(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Undo, for one gradient, the division by the headroom in `scale_loss`.
+    """Return a gradient times `headroom`, by which `scale_loss` has reduced the factor.
 
     With `is_half`, elements of a dense gradient that overflow in float16 become NaN.
     """

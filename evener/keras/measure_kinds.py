@@ -351,7 +351,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _predict_whole_state(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Predict a state's value after the whole batch for each possible kind.
+    """Return, for each possible kind, the predicted value of a state after the whole batch.
 
     `before` is the state's value before the batch. `parts` are its values after each part, and
     `sizes` the parts' numbers of rows. SAME is left out if `parts` differ by more than `near`.

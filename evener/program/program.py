@@ -532,13 +532,13 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return the loop's training to even shares permanently, with `fault` as the reason."""
+        """Give the loop's training even shares for good, with `fault` as the reason."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Return a training run to even shares permanently, and print `fault` as the reason.
+        """Give a training run even shares for good, and print `fault` as the reason.
 
         Every rank calls this after the same step. Raises RequestError if `evener run` was started
         with `--strict`.

@@ -39,7 +39,7 @@ class LimitKind(StrEnum):
     usual_remedy: str
 
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a member with the string value `value`.
+        """Return a new member with the string value `value`.
 
         `meaning` and `usual_remedy` are texts for the user.
         """

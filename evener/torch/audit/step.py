@@ -95,7 +95,7 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
-    """Compute the gradients of the reference and of the training run, and compare them.
+    """Compare the gradients of the reference and of the training run, and return the result.
 
     If gradients can't be computed, only the losses are compared. `moves` is passed to
     `GradientSketcher.open`.

@@ -791,7 +791,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _MarkedStep) -> _StepDurations:
-        """Compute, from its marks, the times of a step that the device has finished."""
+        """Return the times of a step that the device has finished, computed from its marks."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _total_phases(self._clock.seconds, marks, marked.done)
         _add_last_batch(spans, last_s, marked.validations[1])

@@ -13,7 +13,7 @@ from .slot import Slot
 
 
 def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Sort parameters into the order of a flat tensor, the widest dtypes first."""
+    """Return the parameters in the order of a flat tensor, the widest dtypes first."""
     # so the parameters of each dtype begin at a multiple of its size in bytes
     return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
 

@@ -79,7 +79,7 @@ class MemoryGauge:
         return peak_kib * 1024 + free_memory_bytes() / self._processes
 
     def make_room(self) -> None:
-        """Return the allocator's cached memory to the device before this rank's share grows."""
+        """Free the allocator's unused memory on the device, before this rank's share grows."""
         # cached blocks of the old size would be too small for the larger share
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -51,14 +51,14 @@ FREED_NEXT: set[torch.device] = set()
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect garbage, and return the allocator's unused memory to the device."""
+    """Collect garbage, and give the allocator's unused memory back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_before_update(device: torch.device) -> None:
-    """Request that the allocator returns its unused memory before the next optimizer step."""
+    """Make the allocator give its unused memory back before the next optimizer step."""
     # The first step allocates the optimizer's state. It would fragment blocks that activations have
     # used, and the second step could run out of memory.
     if device.type == "cuda":
@@ -76,7 +76,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Describe the use of the device's memory, as a phrase for an error message."""
+    """Return a phrase on the use of the device's memory, for an error message."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
@@ -143,7 +143,7 @@ class Recovery:
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Save the state that a pass may change, before the pass starts.
+        """Return a RunningPass with the state that the pass may change, saved before it starts.
 
         `exchanges` are those that sum the gradients of the pass.
         """

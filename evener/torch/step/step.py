@@ -162,7 +162,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide this rank's rows of a batch into the planned passes, with their weights."""
+    """Return the planned passes of this rank's rows of a batch, with their weights."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
