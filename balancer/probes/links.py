@@ -2,10 +2,10 @@
 
 The links are measured first as the driver has them, then with some of NCCL's transports disabled.
 Variables of the environment that disable transports don't count in these measurements. If they make
-another setting than these, it is measured, too.
-Each rank has its own process, and each reply has a deadline. So if an all-reduce hangs, its devices
-are reported and the rest is still measured. A pair that hangs or gets wrong sums is measured again
-with environment variables that disable transports, to find the variables with which it works.
+another setting than these, it is measured, too. Each rank has its own process, and each reply has a
+deadline. So if an all-reduce hangs, its devices are reported and the rest is still measured. A pair
+that hangs or gets wrong sums is measured again with environment variables that disable transports,
+to find the variables with which it works.
 """
 
 from __future__ import annotations
