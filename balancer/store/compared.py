@@ -4,10 +4,11 @@ The slowdown has a 95 % interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change the duration of a quick step (the 5th
-percentile of step times) on a core at full speed. So two trainings are compared by their quick
-steps, corrected for the speed of the core (`quick_steps.py`). Quick steps don't contain work that
-isn't in every step, such as writing checkpoints or waiting for late rows. The additional time that
-the second training certainly takes for such work is therefore added to its slowdown.
+percentile of step times) on a core at full speed. So two trainings are compared by the quick steps
+of their fastest windows, corrected for the speed of the core (`quick_steps.py`). Quick steps don't
+contain work that isn't in every step, such as writing checkpoints or waiting for late rows. The
+additional time that the second training certainly takes for such work is therefore added to its
+slowdown.
 
 A training's journal has a line for each window, a series of steps. Trainings without quick steps in
 their journals are compared by the means of these windows. A disturbance lasts for several windows,
@@ -38,7 +39,7 @@ FEWEST_WINDOWS = 5  # windows that must be left without the warm-up
 LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 # relative half-width of a 95 % interval: the speed of an undisturbed training differs from one
 # start to the next, because its memory is elsewhere and the machine's clocks differ
-START_ERROR = 0.02
+START_ERROR = 0.04
 # mean compute time (own work) divided by that of a quick step, from which other parts' means aren't
 # used
 MOST_DISTURBED = 2.0

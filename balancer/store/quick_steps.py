@@ -1,18 +1,18 @@
 """Compares how long quick steps of two trainings take on a core at full speed.
 
-A core is up to half slower while its other hardware thread is busy, for seconds at a time, so equal
-steps take unequal times. Each window of a training therefore also has the time that a fixed loop
-took on the same core (`evener/system/core_speed.py`).
+A core is up to half slower while its other hardware thread is busy, for seconds at a time. So equal
+steps take unequal times. Almost every training has moments at full speed. Therefore a training is
+represented by its fastest windows: a low percentile of the windows' quick steps.
 
-Step times are compared by an analysis of covariance (Fisher, Statistical Methods for Research
-Workers, 1932, chapter 8). The logarithm of a step's time rises linearly with the logarithm of the
-loop's time, with a common slope for both trainings. The slope is estimated from the differences
-within each training, with a normal prior, as in Bayesian linear regression (Bishop, Pattern
-Recognition and Machine Learning, 2006, 3.3).
+Each window also has the time of a fixed loop on the same core (`evener/system/core_speed.py`). The
+same percentile of these times shows whether the core was at full speed in the fastest windows. If
+the core of one training was slower than that of the other, the training's steps are corrected.
+Different code is slowed differently, so the larger the correction is, the wider is the interval. If
+a training's core was never at full speed, its interval is so wide that nothing is claimed.
 
-Different code is slowed differently, so the more a window was corrected, the less certain it is.
-Windows at full speed aren't corrected and count most. If a training has none of them, its interval
-is wide, so that nothing is claimed.
+The loop and the quick steps of a single window aren't compared, because both were timed at
+different moments. On a machine with 24 cores, the loop was slow in half of the windows whose quick
+steps were as fast as any.
 
 The functions have no side effects.
 """
@@ -21,39 +21,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
-from ..statistics import find_correlation, student
-
-WINDOW_NOISE = 0.03  # relative standard deviation of a window's quick steps at one core speed
-ALIKE_WINDOWS = 8  # windows in a row that are alike, and count as one for the slope
-FULL_PART = 0.1  # fraction of the windows whose core is faster than full speed
-# logarithm of the loop's time: a core this much slower is still at full speed, as the loop's own
-# times vary
-FULL_RANGE = 0.1
-# relative standard deviation of the slope between times and trainings
-SLOPE_SPREAD = 0.3
-BELOW_ONE_DEVIATION = 0.16  # part of a normal distribution below one deviation under its mean
-# the slope to be expected before any window: its mean and standard deviation. A slope of 1 means
-# that a step slows as much as the loop does. Steps of layers and of Python on an EPYC had 0.5 to
-# 1.1, and steps that wait for a GPU have less.
-SLOPE_MEAN, SLOPE_DEVIATION = 0.5, 0.35
-MEDIAN_ERROR = 1.253  # standard error of a median, relative to that of a mean
+FAST_PART = 0.1  # fraction of the windows that are faster than the one that counts
+# fractions of the windows between which the fastest steps lie; half of their difference is an error
+FASTEST_PART, LESS_FAST_PART = 0.0, 0.15
+# How much of a core's slowdown a step has: its mean and standard deviation. With 1, a step slows as
+# much as the loop does. Steps of layers and of Python had 0.5 to 1.1 on an EPYC, 0.5 to 0.9 on a
+# Xeon. Steps that wait for a GPU have less.
+SLOPE_MEAN, SLOPE_DEVIATION = 0.6, 0.3
 
 
 class QuickWindow(NamedTuple):
-    """The time per sample of one window's quick steps, and the fixed loop's time.
-
-    The loop's time is 0 if unknown.
-    """
+    """The time per sample of one window's quick steps, and the fixed loop's time (0 if unknown)."""
 
     step_s: float  # of a quick step, per sample
     core_s: float  # of the fixed loop
 
 
 class QuickStep(NamedTuple):
-    """The seconds per sample of a training's quick step on a core at full speed.
+    """The duration of a training's quick step on a core at full speed, in seconds per sample.
 
     `error` is half of its 95 % interval, relative to the duration.
     """
@@ -68,83 +55,37 @@ def compare_quick_steps(
     """Return each training's quick step at full speed, and the error of the two steps' ratio.
 
     `trainings` has the windows of two trainings. In each window, a fixed loop measures the speed of
-    the core. `same_loop` is False if the loops aren't comparable, for example because the versions
-    of Python differ. Each training is then assumed to have had a core at full speed in its fastest
-    windows.
+    the core. If `same_loop`, the loop takes equally long in both trainings on equally fast cores.
+    Otherwise, for example with another version of Python, the cores are assumed to be equally fast.
 
-    The error comes from correcting the steps for slow cores. It is half of the ratio's 95 %
-    interval, as a fraction of the ratio.
+    The error is the part that comes from correcting the steps for slow cores. It is half of the
+    ratio's 95 % interval, as a fraction of the ratio.
     """
-    slowed = _find_slowed(trainings, same_loop)
-    times = [[math.log(window.step_s) for window in each] for each in trainings]
-    slope, slope_error = _fit_slope(times, slowed)
-    steps = [_find_step(*each, slope) for each in zip(times, slowed, strict=True)]
-    apart = abs(fmean(slowed[0]) - fmean(slowed[1]))
-    return steps, 2 * slope_error * apart
+    cores = [_find_core(windows) for windows in trainings]
+    if not same_loop or None in cores:
+        cores = [0.0] * len(trainings)
+    known = [core for core in cores if core is not None]
+    full = min(known)
+    steps = []
+    for windows, core in zip(trainings, known, strict=True):
+        times = [math.log(window.step_s) for window in windows]
+        seconds = math.exp(_find_quantile(times, FAST_PART) - SLOPE_MEAN * (core - full))
+        apart = _find_quantile(times, LESS_FAST_PART) - _find_quantile(times, FASTEST_PART)
+        steps.append(QuickStep(seconds, apart / 2))
+    return steps, 2 * SLOPE_DEVIATION * (max(known) - full)
 
 
-def _find_slowed(trainings: Sequence[Sequence[QuickWindow]], same_loop: bool) -> list[list[float]]:
-    """Return the logarithm of how much slower each window's core was than at full speed."""
-    # 0 if the loop's time is unknown in any window
-    if not all(window.core_s > 0 for windows in trainings for window in windows):
-        return [[0.0] * len(windows) for windows in trainings]
-    logs = [[math.log(window.core_s) for window in windows] for windows in trainings]
-    full = [sorted(each)[int(FULL_PART * len(each))] for each in logs]
-    if same_loop:
-        full = [min(full)] * len(full)
-    return [
-        [max(0.0, value - limit - FULL_RANGE) for value in each]
-        for each, limit in zip(logs, full, strict=True)
-    ]
+def _find_core(windows: Sequence[QuickWindow]) -> float | None:
+    """Return the logarithm of the loop's time in a training's fastest windows; None if unknown."""
+    if not all(window.core_s > 0 for window in windows):
+        return None
+    return _find_quantile([math.log(window.core_s) for window in windows], FAST_PART)
 
 
-def _fit_slope(
-    times: Sequence[Sequence[float]], slowed: Sequence[Sequence[float]]
-) -> tuple[float, float]:
-    """Return the slope of step times against how slow the cores were, and its standard error."""
-    # `times` and `slowed` are logarithms
-    # only differences within each training count, because trainings may differ
-    squares = products = 0.0
-    for own_times, own_slowed in zip(times, slowed, strict=True):
-        middle, level = fmean(own_slowed), fmean(own_times)
-        for value, slow in zip(own_times, own_slowed, strict=True):
-            squares += (slow - middle) ** 2
-            products += (slow - middle) * (value - level)
-    weight = 1 / (ALIKE_WINDOWS * WINDOW_NOISE**2)
-    known = 1 / SLOPE_DEVIATION**2
-    precision = squares * weight + known
-    slope = (products * weight + SLOPE_MEAN * known) / precision
-    return max(0.0, slope), 1 / math.sqrt(precision)
-
-
-def _find_step(times: Sequence[float], slowed: Sequence[float], slope: float) -> QuickStep:
-    """Return the duration of a training's quick step on cores at full speed.
-
-    `times` and `slowed` are logarithms.
-    """
-    spread = SLOPE_SPREAD * slope
-    values = [time - slope * slow for time, slow in zip(times, slowed, strict=True)]
-    weights = [1 / (WINDOW_NOISE**2 + (spread * slow) ** 2) for slow in slowed]
-    # the weighted median of the corrected times
-    middle = _find_quantile(values, weights, 0.5)
-    # other programs only make windows slower, so the spread is that of the windows below the median
-    deviation = middle - _find_quantile(values, weights, BELOW_ONE_DEVIATION)
-    alike = find_correlation([min(value, middle + 2 * deviation) for value in values])
-    whole = math.fsum(weights)
-    count = whole**2 / math.fsum(weight**2 for weight in weights)  # of equal weights (Kish, 1965)
-    standard_error = MEDIAN_ERROR * deviation / math.sqrt(count * (1 - alike) / (1 + alike))
-    by_chance = student(max(1, round(count) - 1)) * standard_error
-    slow = math.fsum(weight * each for weight, each in zip(weights, slowed, strict=True))
-    return QuickStep(math.exp(middle), math.hypot(by_chance, 2 * spread * slow / whole))
-
-
-def _find_quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
-    """Return the lowest value that reaches the fraction `part` of the total weight."""
-    wanted = part * math.fsum(weights)
-    below = 0.0
-    pairs = sorted(zip(values, weights, strict=True))
-    for value, weight in pairs:
-        below += weight
-        if below >= wanted:
-            return value
-    return pairs[-1][0]
+def _find_quantile(values: Sequence[float], part: float) -> float:
+    """Return the value that the fraction `part` of the values is below, interpolated linearly."""
+    ordered = sorted(values)
+    place = part * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

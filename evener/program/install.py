@@ -38,11 +38,11 @@ _FIT_LOOP = (
     ("_FitLoop.run", "strategies:run"),
     ("_FitLoop.on_advance_start", "strategies:begin_epoch"),
 )
-# hooks of any process that may turn out to train alone: its steps are timed
+# hooks of any process whose program may turn out to train unchanged: its steps are timed
 _TIMED = (
-    ("utils.data.DataLoader.__iter__", "single:begin_loop"),
-    ("autograd.backward", "single:SINGLE.run_backward"),
-    ("save", "single:SINGLE.save"),
+    ("utils.data.DataLoader.__iter__", "unchanged:begin_loop"),
+    ("autograd.backward", "unchanged:UNCHANGED.run_backward"),
+    ("save", "unchanged:UNCHANGED.save"),
 )
 # a library's module -> pairs of a function and its wrapper, as file:function
 _HOOKS = {
@@ -185,7 +185,7 @@ def _watch_steps(_: Any) -> None:
 def _time_updates(_: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(_import_later("single:SINGLE.end_update"))
+    register_optimizer_step_post_hook(_import_later("unchanged:UNCHANGED.end_update"))
 
 
 def _watch_loader_classes(torch: Any) -> None:

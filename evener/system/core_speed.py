@@ -10,8 +10,8 @@ import platform
 import time
 
 LOOP = range(500)  # takes about 7 us
-TRIES = 3
-SAMPLE_SECONDS = 0.2  # minimum time between two samples
+TRIES = 2
+SAMPLE_SECONDS = 0.1  # minimum time between two samples
 LOW_PART = 0.1  # fraction of the samples that are shorter than the one that counts
 PYTHON = ".".join(platform.python_version_tuple()[:2])  # other versions take another time
 

@@ -1,7 +1,8 @@
-"""A typical training script for one device, run as `python plain_program.py ROWS END`.
+"""A typical training script, run as `python plain_program.py ROWS END`.
 
-ROWS says where its rows come from: "loader", "tensors", or "nothing" to train nothing. END says how
-it ends: "exit" by sys.exit(3), "raise" by an exception, "never" not before Ctrl-C.
+ROWS says where its rows come from: "loader", "tensors", "ranks" for several ranks whose loaders
+have no sampler of their own, or "nothing" to train nothing. END says how it ends: "exit" by
+sys.exit(3), "raise" by an exception, "never" not before Ctrl-C.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SlowFile:
 def train_by_loader(net: nn.Module, opt: torch.optim.Optimizer, end: str) -> None:
     loader = DataLoader(Rows(ROWS), BATCH)
     held_back = DataLoader(Rows(VALIDATION_BATCHES * BATCH), BATCH)
-    for _ in count() if end == "never" else range(EPOCHS):
+    for epoch in count() if end == "never" else range(EPOCHS):
         for inputs, labels in loader:
             opt.zero_grad()
             nn.functional.cross_entropy(net(inputs), labels).backward()
@@ -57,7 +58,8 @@ def train_by_loader(net: nn.Module, opt: torch.optim.Optimizer, end: str) -> Non
         for inputs, _labels in held_back:
             with torch.no_grad():
                 net(inputs)
-        Path("begun").touch()
+        if epoch == EPOCHS:
+            Path("begun").touch()
 
 
 def train_by_tensors(net: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -79,9 +81,12 @@ def take_gradients(net: nn.Module) -> Iterator[float]:
 
 
 def main(rows: str, end: str) -> None:
-    net = nn.Linear(4, 3)
+    net: nn.Module = nn.Linear(4, 3)
+    if rows == "ranks":
+        torch.distributed.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(net)
     opt = torch.optim.AdamW(net.parameters())
-    if rows == "loader":
+    if rows in ("loader", "ranks"):
         train_by_loader(net, opt, end)
     elif rows == "tensors":
         train_by_tensors(net, opt)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DeviceError, EvenerError, PlanError, RequestError
+from ...live.step_clock import find_group
 from ...plan.check import check_fit, describe
 from ...plan.file import Plan, Share, load_plan
 from ...plan.use import note_use
@@ -377,23 +378,24 @@ def find_shares(
     return _share_by_plan(chosen, global_batch, process, gpus, differences, ranks, device)
 
 
-def describe_alone(device: Any, rows: int) -> RankShares:
-    """Return the shares of a program that trains on `device` alone, with `rows` rows per step.
+def describe_own_rows(device: Any, rows: int, world: int) -> RankShares:
+    """Return the shares of an unchanged program, of whose rows this process trains `rows` per step.
 
-    If the device is the CPU, it has the id of the CPU slice on which evener started this process.
+    `world` is the number of its processes. If `device` is the CPU, it has the id of the CPU slice
+    on which evener started this process.
     """
     name = _name_gpu(device, visible_gpus()) if device.type == "cuda" else launched_device()
     share = Share(name or str(device), device.index or 0, str(device), 0, 0.0)
     if device.type == "cpu" and not is_cpu(share):
         share = msgspec.structs.replace(share, device=str(device))
     return RankShares(
-        rank=0,
-        batches=(rows,),
-        micros=(rows,),
-        passes=(1,),
-        shares=(share,),
+        rank=dist.get_rank() if world > 1 else 0,
+        batches=(rows,) * world,
+        micros=(rows,) * world,
+        passes=(1,) * world,
+        shares=(share,) * world,
         workload=os.path.basename(sys.argv[0]),
-        training=secrets.token_hex(8),
+        training=find_group(world) or ("" if world > 1 else secrets.token_hex(8)),
         device=device,
     )
 

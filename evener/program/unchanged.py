@@ -1,8 +1,8 @@
-"""Time the training steps of a program that trains in one process, for the summary at its end.
+"""Time the training steps of a program that evener leaves unchanged, for the summary at its end.
 
-Such a program has no process group, or one of a single process, and trains by a loop of its own.
+Such a program trains in one process by a loop of its own, or in several with even shares.
 `evener.program.install` calls these functions when a DataLoader yields a batch, after a backward
-pass, and when an optimizer steps. The program itself runs unchanged.
+pass, and when an optimizer steps.
 
 A step usually begins with a batch of a DataLoader. If the program's rows come from no DataLoader, a
 step is the time between two updates of the same optimizer, and its rows are unknown.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..live.reporter import is_reported_elsewhere
 from ..torch.private import backward_number, wrap_next_batch
 from ..torch.ranks.own_work import StepReporter, StepTimer, make_timer
-from ..torch.ranks.ranks import describe_alone
+from ..torch.ranks.ranks import describe_own_rows
 from ..training.first_rank import is_eveners_rank, is_released
 
 # Updates without a batch of a DataLoader in between, after which the rows come from no DataLoader
@@ -33,6 +33,8 @@ MOST_UNTRAINED = 2
 # The number of steps, in the first ones and then in every CHECK_STEPS, in which it is checked
 # whether something else reports the steps
 FIRST_STEPS, CHECK_STEPS = 4, 64
+# Backward passes after which a program probably stays with even shares if it has begun so
+MOST_WAITED = 64
 
 
 class _Iteration:
@@ -44,18 +46,20 @@ class _Iteration:
         self.untrained = 0  # number of batches in a row without a backward pass
 
 
-class SingleTraining:
-    """Times and reports the steps of the one process that trains a program.
+class UnchangedTraining:
+    """Times and reports the steps of a process whose program trains unchanged.
 
     Nothing is reported before the first update of one of PyTorch's optimizers. So a program that
-    trains nothing leaves no record. Reporting ends for good if the program reports its own steps,
-    as by a Trainer, or makes a process group of several processes.
+    trains nothing leaves no record. Reporting ends for good if something else reports the steps,
+    such as a Trainer or a training by shares.
     """
 
     def __init__(self) -> None:
         self._is_over = False
         self._thread = 0  # the thread that trains
         self._device: torch.device | None = None  # set at the first update
+        self._world = 1  # number of processes that train together
+        self._waited = 0  # number of backward passes after which it was undecided who reports
         self._timer: StepTimer | None = None  # set after that update
         self._reporter: StepReporter | None = None  # set at the first step
         self._iterations: weakref.WeakKeyDictionary[Any, _Iteration] = weakref.WeakKeyDictionary()
@@ -66,14 +70,11 @@ class SingleTraining:
         self._has_batch = False  # True from a batch of a DataLoader until the end of its loop
         self._updated = False  # True if an optimizer has stepped since the step began
         self._updates = 0  # number of updates in a row without a batch of a DataLoader
+        # True once it is known that the program's rows come from no DataLoader
+        self._is_without_loader = False
         self._first: weakref.ref[Any] | None = None  # the optimizer whose update ends such a step
         self._has_loader = False  # True once a batch of a DataLoader was trained
         self._steps = 0
-
-    @property
-    def _is_without_loader(self) -> bool:
-        """True once it is known that the program's rows come from no DataLoader."""
-        return self._updates >= FEWEST_UPDATES
 
     def note_loop(self, loader: Any, iterator: Any) -> None:
         """Record that `iterator` yields the batches of `loader`."""
@@ -150,7 +151,7 @@ class SingleTraining:
         self._passes += 1
         if self._is_captured:
             self._stop()
-        else:
+        elif self._world == 1:
             timer.note_pass_alone()
         return result
 
@@ -196,6 +197,7 @@ class SingleTraining:
             self._first = weakref.ref(optimizer)
         elif first is optimizer:
             self._updates += 1
+            self._is_without_loader = self._updates >= FEWEST_UPDATES
             if self._is_without_loader:
                 self._end_step(self._timer)
                 self._timer.begin((0,))
@@ -204,10 +206,15 @@ class SingleTraining:
         """Begin to time the program's steps, unless something else reports them."""
         if self._is_over or not self._is_own_thread:
             return
-        if not self._is_only_report:
-            self._is_over = True
+        owner = self._find_owner()
+        if owner != "nobody":
+            self._waited += 1
+            self._is_over = owner == "other"
             return
-        self._timer = make_timer(device, single_rank=True)
+        self._world = _count_processes()
+        self._timer = make_timer(device, single_rank=self._world == 1)
+        # ranks exchange gradients within a backward pass, which only shares divide from own work
+        self._timer.has_own_work = self._world == 1
         wrap_next_batch(self.fetch)
 
     def _end_step(self, timer: StepTimer) -> None:
@@ -215,7 +222,7 @@ class SingleTraining:
         timer.finish()
         if not self._updated:
             return
-        if self._steps % CHECK_STEPS < FIRST_STEPS and not self._is_only_report:
+        if self._steps % CHECK_STEPS < FIRST_STEPS and self._find_owner() != "nobody":
             self._stop()
             return
         self._updated = False
@@ -226,15 +233,29 @@ class SingleTraining:
         self._rows.clear()
         if self._reporter is None:
             assert self._device is not None
-            self._reporter = StepReporter(describe_alone(self._device, rows), timer)
+            shares = describe_own_rows(self._device, rows, self._world)
+            self._reporter = StepReporter(shares, timer)
             self._reporter.without_loader = self._is_without_loader
         self._reporter.report(rows)
 
-    @property
-    def _is_only_report(self) -> bool:
-        """True if nothing else in this process reports steps, and no other process trains."""
+    def _find_owner(self) -> Literal["nobody", "other", "undecided"]:
+        """Return whether something else times and reports the program's steps.
+
+        It is undecided while several processes may still train by shares.
+        """
         own = None if self._reporter is None else self._reporter.reporter
-        return _trains_alone() and not is_reported_elsewhere(own)
+        if is_reported_elsewhere(own):
+            return "other"
+        world = _count_processes()
+        if world <= 1:
+            return "nobody" if world else "other"
+        from .program import PROGRAM
+
+        if PROGRAM.training is not None:
+            return "other"
+        # a reason that isn't final may be overtaken by a later loop
+        is_likely = bool(PROGRAM.notebook.pending_reason) and self._waited >= MOST_WAITED
+        return "nobody" if PROGRAM.notebook.why or is_likely else "undecided"
 
     def _stop(self) -> None:
         """Stop timing and reporting, and remove what was reported."""
@@ -246,23 +267,26 @@ class SingleTraining:
         self._timer = self._reporter = None
 
 
-SINGLE = SingleTraining()
+UNCHANGED = UnchangedTraining()
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Start an iteration over a DataLoader; this wraps `DataLoader.__iter__`."""
-    SINGLE.begin_loop(loader)
+    UNCHANGED.begin_loop(loader)
     iterator = wrapped(*arguments, **keywords)
-    SINGLE.note_loop(loader, iterator)
+    UNCHANGED.note_loop(loader, iterator)
     return iterator
 
 
-def _trains_alone() -> bool:
-    """True if no other process takes part in the training."""
+def _count_processes() -> int:
+    """Return the number of processes that train together; 0 if it isn't known.
+
+    It isn't known if a launcher has started several processes that have no process group.
+    """
     if dist.is_available() and dist.is_initialized():
-        return bool(dist.get_world_size() == 1)
-    world = os.environ.get("WORLD_SIZE", "1")
-    return world == "1" or (is_eveners_rank() and not is_released())
+        return int(dist.get_world_size())
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or (is_eveners_rank() and not is_released())
+    return int(is_alone)
 
 
 def _find_device(optimizer: Any) -> torch.device:
@@ -280,8 +304,10 @@ def _count_rows(batch: Any, iteration: _Iteration) -> int:
     or a graph's nodes. So the loader's batch size counts, unless the tensor is shorter, as in an
     epoch's last batch.
     """
-    leaves = tree_leaves(batch)
-    first = next((each for each in leaves if isinstance(each, torch.Tensor) and each.ndim), None)
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(first, torch.Tensor) or not first.ndim:
+        tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+        first = next((each for each in tensors if each.ndim), None)
     length = 0 if first is None else len(first)
     loader = None if iteration.loader is None else iteration.loader()
     size = getattr(loader, "batch_size", None)

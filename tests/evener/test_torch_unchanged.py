@@ -1,4 +1,4 @@
-"""Steps of a loop that trains in one process are told from its validation, whatever its loaders."""
+"""The steps of a program that trains unchanged are found, whatever its loaders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from evener.program import single
-from evener.program.single import SingleTraining
+from evener.program import unchanged
+from evener.program.unchanged import UnchangedTraining
 
 Steps = list[int]  # rows of each reported step
 
@@ -19,7 +19,7 @@ class Followed:
     """A training whose loop calls the hooks as evener.program.install has PyTorch call them."""
 
     def __init__(self) -> None:
-        self.hooks = SingleTraining()
+        self.hooks = UnchangedTraining()
         self.optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
 
     def loop(self, loader: Any) -> Iterator[Any]:
@@ -59,9 +59,9 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Steps:
         def discard(self) -> None:
             rows.clear()
 
-    monkeypatch.setattr(single, "StepReporter", Reports)
-    monkeypatch.setattr(single, "wrap_next_batch", lambda _: None)
-    monkeypatch.setattr(single, "is_reported_elsewhere", lambda _: False)
+    monkeypatch.setattr(unchanged, "StepReporter", Reports)
+    monkeypatch.setattr(unchanged, "wrap_next_batch", lambda _: None)
+    monkeypatch.setattr(unchanged, "is_reported_elsewhere", lambda _: False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return rows
 
@@ -150,7 +150,7 @@ def test_what_reports_its_own_steps_is_left_alone(
         next(batches)
         followed.train()
     assert reported
-    monkeypatch.setattr(single, "is_reported_elsewhere", lambda _: True)
+    monkeypatch.setattr(unchanged, "is_reported_elsewhere", lambda _: True)
     for _ in batches:
         followed.train()
         if not reported:
@@ -165,5 +165,5 @@ def test_what_reports_its_own_steps_is_left_alone(
 )
 def test_rows_are_counted_by_the_loader(size: int | None, batch: Any, rows: int) -> None:
     loader = make_loader(8, size)
-    iteration = single._Iteration(lambda: loader)
-    assert single._count_rows(batch, iteration) == rows
+    iteration = unchanged._Iteration(lambda: loader)
+    assert unchanged._count_rows(batch, iteration) == rows

@@ -1,4 +1,4 @@
-"""The summary of `evener run` for a program that trains in one process by its own loop."""
+"""The summary of `evener run` for a program that trains unchanged, alone or with even shares."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from evener.live.reporter import FIRST_STEPS
 from evener.training.step_sums import RankStep
+from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import skip_without
 from tests.support.launched_plan import UNEVEN
@@ -46,7 +47,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Return the summary that the one run of a test has left."""
     (path,) = (folder / "state/evener/runs").glob("*/summary.json")
     found: dict[str, Any] = json.loads(path.read_text())
-    assert (path.parent / "summary.txt").read_text().startswith("speed: ")
+    text = (path.parent / "summary.txt").read_text()
+    assert text.startswith("speed: "), text
     return found
 
 
@@ -87,15 +89,22 @@ def test_a_loop_without_a_loader_is_summarized_by_its_updates(start: Start, tmp_
     assert step.between_s >= 0.8 * SAVE_SECONDS / 11
 
 
-def test_a_loop_that_ctrl_c_ends_is_summarized(start: Start, tmp_path: Path) -> None:
-    evener = start("loader", "never", "--devices", "cpu/1")
+@two_cores
+def test_ranks_with_even_shares_that_ctrl_c_ends_are_summarized(
+    start: Start, tmp_path: Path
+) -> None:
+    evener = start("ranks", "never", "--plan", "plan.toml")
     wait_for(lambda: (tmp_path / "begun").exists(), seconds=SECONDS)
     evener.send_signal(signal.SIGINT)
     _, errors = evener.communicate(SECONDS)
     assert evener.returncode == 130, errors
-    assert " samples/s; " in errors or "too few" in errors
-    (path,) = (tmp_path / "state/evener/runs").glob("*/summary.json")
-    assert json.loads(path.read_text())["end"] == "interrupted"
+    assert "shares stay even" in errors
+    summary = read_summary(tmp_path)
+    assert summary["end"] == "interrupted"
+    assert summary["missing_ranks"] == 0
+    assert [rank["share"] for rank in summary["ranks"]] == [8, 8]
+    rows = summary["samples_per_second"] * summary["seconds"] / summary["steps"]
+    assert rows == pytest.approx(2 * ROWS / 11, rel=0.15)
 
 
 def test_a_program_that_trains_nothing_is_not_summarized(start: Start, tmp_path: Path) -> None:
