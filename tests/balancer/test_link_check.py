@@ -76,7 +76,7 @@ def test_a_split_knows_the_speed_of_its_link(split_of: Any) -> None:
 def test_a_link_that_hangs_is_named_soon_with_what_to_do(
     split_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_prober, "LINK_SECONDS", 6.0)
+    monkeypatch.setattr(child_prober, "LINK_SECONDS", 2.0)
     started = time.monotonic()
     seen = split_of(HANGS + "dist.all_reduce = hang\n")
     assert isinstance(seen, Failed)

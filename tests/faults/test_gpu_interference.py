@@ -254,7 +254,7 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(
 def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
     """The other GPU is measured, a stop works at once, and the GPU is retried once it answers."""
     with Bench(nvml) as bench:
-        bench.watch(InterferenceMonitor(bench.devices, silent_seconds=2.5))
+        bench.watch(InterferenceMonitor(bench.devices, silent_seconds=1.5))
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
         nvml.hang("nvmlDeviceGetFieldValues", 1)
         silent, other = bench.probe(solo(2, 1, 8)), bench.probe(solo(2, 0, 8))

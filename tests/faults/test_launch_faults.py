@@ -18,6 +18,7 @@ import pytest
 from evener.balancer.probes.launch_plan import OPEN_SERVERS
 from evener.errors import PlanError
 from evener.plan.file import load_plan
+from evener.system import files
 from tests.support.forked_evener import ForkedEvener
 from tests.support.killed_launchers import list_processes
 from tests.support.launched_plan import plan
@@ -191,8 +192,9 @@ def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: P
     assert "SyntaxError" in done.stderr
 
 
-def test_a_pipe_as_a_plan_is_one_sentence(folder: Path) -> None:
+def test_a_pipe_as_a_plan_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe is refused, because each process would have to read it."""
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.1)
     os.mkfifo(folder / "plan.toml")
     (folder / "train.py").touch()
     words = [sys.executable, "-m", "evener", "launch", "plan.toml", "train.py"]
