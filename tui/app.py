@@ -137,11 +137,8 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to the screen `mode`.
-
-        A screen that is shown for the first time is styled when it is created. Textual would style
-        it a second time, so that is suppressed here.
-        """
+        """Switch to the screen `mode`."""
+        # A new screen is styled when it is created. Textual would style it a second time.
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
         if self._makes_screen:
@@ -155,12 +152,10 @@ class EvenerApp(BaseApp):
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
-        """Process each key completely before the next key.
-
-        Textual passes a key through the widgets first, and runs the binding of a key such as Tab or
-        Ctrl-U only when the widgets haven't handled the key. By then, text typed right after the
-        key would already be in the previous field, or would be deleted.
-        """
+        """Process each key completely before the next key."""
+        # Textual passes a key through the widgets first, and runs the binding of a key such as Tab
+        # or Ctrl-U only when the widgets haven't handled the key. By then, text typed right after
+        # the key would already be in the previous field, or would be deleted.
         if not isinstance(event, Key) or event.is_forwarded:
             await super().on_event(event)
             return
@@ -222,8 +217,8 @@ class EvenerApp(BaseApp):
     def closing_lines(self, width: int | None) -> list[str]:
         """Return the lines to print on the terminal after the app is closed.
 
-        They are about the last search, and about a training that was started in the app. They are
-        wrapped to `width`, the terminal's width; None doesn't wrap them.
+        They are about the last search, and a training that was started in the app. They are wrapped
+        to `width`; None doesn't wrap them.
         """
         from .text.closing import closing_lines
 
@@ -308,10 +303,8 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, with rare collections.
-
-    The objects that exist now are never scanned, because scanning them would take 40 ms each time.
-    """
+    """Enable garbage collection again, with rare collections."""
+    # The objects that exist now are never scanned, because that would take 40 ms each time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)

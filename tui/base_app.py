@@ -165,9 +165,9 @@ def write_crash_log(error: BaseException) -> Path | None:
 def _write_new(path: Path, text: str) -> None:
     """Write `text` to a new file that only this user can read.
 
-    Raises FileExistsError if the file exists, because in a shared directory it could be another
-    user's symbolic link.
+    Raises FileExistsError if the file exists.
     """
+    # In a shared directory, an existing file could be another user's symbolic link.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
     ) as stream:

@@ -80,7 +80,7 @@ OTHER_WORDS = {  # words that users may search for instead, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """Return a line of the palette: a key, the description of what it does, and a dim remark."""
+    """Return a line of the palette: a key, a description of the key, and a dim remark."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )

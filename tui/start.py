@@ -114,10 +114,8 @@ def _owns_terminal() -> bool:
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo, which the user chose in the app, and return its exit code.
-
-    The app has been closed. The demo is a separate process, which stores nothing.
-    """
+    """Run the demo, which the user chose in the app, and return its exit code."""
+    # The app has been closed. The demo is a separate process, which stores nothing.
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
 

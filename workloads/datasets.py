@@ -46,10 +46,8 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures (10, height, width) of the ten digits.
-
-    The font's dots are enlarged: each is a square of several pixels with the value 1.
-    """
+    """Return pictures (10, height, width) of the ten digits, with 0 and 1 as values."""
+    # Each dot of the font becomes a square of several pixels.
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]

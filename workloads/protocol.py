@@ -63,10 +63,9 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The total seconds of two phases of the steps since the last reading: input and update.
+    """The total seconds of two phases of the steps since the last reading; None if unknown.
 
-    Input is the wait for the rows of a batch, and update is the optimizer's step. An unknown value
-    is None.
+    Input is the wait for the rows of a batch, and update is the optimizer's step.
     """
 
     input_seconds: float | None = None  # waiting for the rows of a batch
@@ -96,9 +95,11 @@ class Workload(ABC):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches with these shares, and everything else that the first step needs.
 
-        `shares` are the rows per step of each rank in a group, or of each device without a group. A
-        device with share 0 is left out. `micro` has the rows per pass for each share; if it is
-        empty, each share is one pass. This method is called again whenever the sizes change.
+        - `shares`: the rows per step of each rank in a group, or of each device without a group. A
+          device with share 0 is left out.
+        - `micro`: the rows per pass for each share; if empty, each share is one pass.
+
+        This method is called again whenever the sizes change.
         """
 
     def prepare_assigned(
@@ -106,11 +107,12 @@ class Workload(ABC):
     ) -> None:
         """Prepare global batches in which rows are assigned to ranks by their lengths and costs.
 
-        `shares` are the ranks' mean rows. `costs` predict the duration of a pass on each rank.
-        `tokens` are the maximum tokens per pass on each rank, padding included.
+        - `shares`: the ranks' mean rows.
+        - `costs`: predict the duration of a pass on each rank.
+        - `tokens`: the maximum tokens per pass on each rank, padding included.
 
         This method and `prepare_length` are called only for a workload with rows of unequal length.
-        In such a workload, `facts` must contain `lengths`, a uniform sample of the rows' lengths.
+        Then `facts` must contain `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 
@@ -175,10 +177,10 @@ class Workload(ABC):
         return None
 
     def time_on_device(self) -> float | None:
-        """Return how long a device takes for one step if the host never delays it, in seconds.
+        """Return the seconds that a device takes for one step if the host never delays it.
 
-        For this, all of the step's kernels are enqueued before the device begins. Return None if
-        the device doesn't support it. All ranks of a group must call this method at the same time.
+        All of the step's kernels are enqueued before the device begins. Return None if the device
+        doesn't support that. All ranks of a group must call this method at the same time.
         """
         return None
 
@@ -253,7 +255,7 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 class MemoryMeter:
     """Measures the growth of this process's memory, because CPU allocators don't report it.
 
-    Create the meter before the model. `devices` is the number of devices of the process. Subclasses
+    The meter must exist before the model. `devices` is the process's number of devices. Subclasses
     for GPUs read their framework's allocator instead.
     """
 

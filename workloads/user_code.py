@@ -326,10 +326,8 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return the error for a file that was named without a function.
-
-    Its remedy lists the functions that could return the model.
-    """
+    """Return the error for a file that was named without a function."""
+    # Its remedy lists the functions that could return the model.
     functions = [node for node in _functions(path) if _could_build(node)]
     free = _callable_as_they_are(functions)
     known = " or ".join(node.name for node in free or functions)
@@ -345,9 +343,9 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 def find_models(folder: Path) -> tuple[str, ...]:
     """Return the functions in a folder's Python files that could build a model.
 
-    Each has a name like "train.py:build". Functions with a typical name, such as `build`, come
-    first, then functions of the newest files. Files that can't be parsed, or that import no
-    framework, are left out. No code is run.
+    Each has a name like "train.py:build". Typical names, such as `build`, come first, then the
+    newest files. Files that can't be parsed, or that import no framework, are left out. No code is
+    run.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -396,10 +394,8 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a function is public, returns a value, and isn't one of the data functions.
-
-    The data functions are `sample_batch`, `training_data` and `lengths`.
-    """
+    """True if a function is public, returns a value, and isn't one of the data functions."""
+    # The data functions are `sample_batch`, `training_data` and `lengths`.
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
     return any(node.value is not None for node in _own_returns(function))

@@ -150,9 +150,11 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's time that a remedy can shorten, such as waiting for input.
 
-    The remedy is expected to save `seconds` * `spared`. If a step without the part was measured,
-    its duration (`without_s`) is used instead. The part is reported only if its gain reaches the
-    `least_gain` of its kind, even if the step takes `remaining_s` longer than expected.
+    - `seconds`: the part's duration in a step, of which the remedy saves the fraction `spared`.
+    - `without_s`: the duration of a step without the part, if that was measured.
+    - `remaining_s`: the seconds that a step may take longer than expected after the remedy.
+
+    The part is reported only if its gain is sure to reach the `least_gain` of its kind.
     """
 
     kind: LimitKind
@@ -279,10 +281,8 @@ class _RemainingTime(NamedTuple):
 
 
 def _find_remaining_time(step_s: float, part: StepPart) -> _RemainingTime:
-    """Return how long a step of `step_s` seconds is expected to take after the remedy for `part`.
-
-    It is `part.without_s` if that was measured, and otherwise estimated from the part's duration.
-    """
+    """Return the expected duration of a step of `step_s` seconds after the remedy for `part`."""
+    # A measured duration without the part comes before an estimate.
     if part.without_s is not None:
         error_s = part.without_error_s
         return _RemainingTime(part.without_s, part.without_s - error_s, part.without_s + error_s)

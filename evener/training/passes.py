@@ -33,10 +33,8 @@ MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be small
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
     """Return the rows of each pass: as few passes as possible, of up to `most` rows each.
 
-    If `passes` isn't 0, the rows are divided into that many passes instead. This is needed if each
-    pass has collectives, because all ranks must then run the same number of passes. Some of these
-    passes may have no rows. A rank without rows has one pass, in which it only takes part in
-    collectives.
+    If `passes` isn't 0, there are that many passes, some of them perhaps without rows. A rank
+    without rows has one pass, in which it only takes part in collectives.
     """
     if passes:
         return even(rows, passes)
@@ -54,8 +52,7 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
     """Return the number of passes that every rank runs if each pass has collectives.
 
-    It is the largest number that any rank needs. `rows` are the ranks' rows and
-    `most` their maximum rows per pass.
+    `rows` are the ranks' rows, and `most` their maximum rows per pass.
     """
     return max(1, *map(count_passes, rows, most))
 
@@ -87,10 +84,9 @@ class Pass(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The rows of this pass, as a fraction of the rows of the plan's pass to which it belongs.
+        """The fraction of the planned pass's rows that are in this pass; below 1 for a piece.
 
-        It is below 1 if the plan's pass was cut into pieces. It is also the weight of this pass's
-        mean loss in the mean loss of the plan's pass.
+        It is also the weight of this pass's mean loss in the mean loss of the planned pass.
         """
         return self.rows / self.planned if self.planned else 1.0
 
@@ -235,8 +231,7 @@ class PassQueue:
     def complete(self) -> bool:
         """Mark the pass that `take` returned last as computed.
 
-        Return False if that pass is a piece of a failed pass whose other pieces are still to be
-        computed. The failed pass counts as computed only after its last piece.
+        Return False if other pieces of the same failed pass are still to be computed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -248,9 +243,8 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the failed pass that `take` returned last back at the front of the queue.
 
-        `is_whole` is False if this pass is a piece of a pass that failed earlier. `complete` then
-        returns False until all rows of that earlier pass are computed. Otherwise, it does so until
-        all rows of this pass are computed.
+        `complete` returns False until all rows of the failed pass are computed. `is_whole` is False
+        if this pass is a piece of a pass that failed earlier, which then counts instead.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -257,10 +257,7 @@ class Rebalancer:
         return None
 
     def _recompute_factors(self) -> None:
-        """Recompute the factors of all stored windows, because the curves have changed.
-
-        A factor is a rank's compute time divided by the time that its curve predicts.
-        """
+        """Recompute the factors (measured / predicted compute time) of all stored windows."""
         # The newest compute times belong to a window that is stored only later.
         past = list(self._own)[:-1]
         windows = [
@@ -386,9 +383,10 @@ class Rebalancer:
     def _update_noise(self, factors: tuple[float, ...]) -> None:
         """Update each rank's noise: how much its factor varies from one window to the next.
 
-        A factor is a rank's measured compute time divided by the predicted one; `factors` are those
-        of the newest window. The noise is the standard deviation of the factor's logarithm.
+        `factors` are the ranks' measured compute times in the newest window, divided by the
+        predicted ones.
         """
+        # The noise is the standard deviation of the factor's logarithm.
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -428,8 +426,7 @@ class Rebalancer:
     def _solve_for_shares(self, factors: Sequence[float]) -> tuple[int, ...] | None:
         """Return the shares with which all ranks finish at the same time; None if no shares fit.
 
-        `factors` are the ranks' compute times (own work) divided by the
-        times that their curves predict.
+        `factors` are the measured compute times of the ranks, divided by the predicted ones.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -605,9 +602,9 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum, at most 8: the number of rows of which all new shares are multiples.
+    """Return the quantum, at most 8: all new shares are multiples of this number of rows.
 
-    The quantum divides all current shares. If the shares are small, a smaller divisor is used.
+    The quantum divides all current shares. It is smaller if the shares are small.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -621,10 +618,8 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _relative_to_others(factors: Sequence[float]) -> list[float]:
-    """Return each factor divided by the geometric mean of the others.
-
-    A slowdown of all ranks alike, which is no reason to move rows, cancels out.
-    """
+    """Return each factor divided by the geometric mean of the others."""
+    # A slowdown of all ranks alike is no reason to move rows, and cancels out.
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
     return [math.exp(each - (math.fsum(logs) - each) / others) for each in logs]

@@ -172,9 +172,8 @@ class AssignmentSearch:
     ) -> PartialAssignment | None:
         """Assign the first `rows` rows in order, filling one rank after another, fastest first.
 
-        A rank is full when the next row would make it exceed `limit` seconds. `stops` are the ends
-        of the runs, at which a rank begins a new pass. Return None if rows are left over after the
-        last rank.
+        A rank is full when the next row would exceed `limit` seconds. It begins a new pass at each
+        item of `stops`. Return None if rows are left over.
         """
         partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
@@ -291,10 +290,9 @@ class RowAssigner(msgspec.Struct, frozen=True):
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
         """Assign rows of these `lengths` so that all ranks should finish at the same time.
 
-        Each rank gets at least one row if there are enough rows. If all rows are equally long, they
-        are divided in their order, by the ratios of the shares. Otherwise they are sorted first, so
-        that a pass has rows of similar length: a pass costs its number of rows times the cost of
-        its longest row.
+        Each rank gets at least one row if there are enough rows. Rows of equal length are divided
+        in their order, by the ratios of the shares. Other rows are sorted first, so that a pass has
+        rows of similar length: a pass costs its number of rows times the cost of its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
@@ -381,10 +379,8 @@ def make_row_assigner(
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank that has none, from a rank that has several.
-
-    The shortest row among all ranks with several rows is moved.
-    """
+    """Move a row to each rank that has none, from a rank that has several."""
+    # The shortest row among all ranks with several rows is moved.
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]
         if not own and givers:

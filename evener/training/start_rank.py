@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _count_restarts(folder: str) -> dict[str, str]:
-    """Return a value of TORCHELASTIC_RESTART_COUNT that counts the restarts of all hosts.
+    """Return TORCHELASTIC_RESTART_COUNT, corrected to count the restarts of all hosts.
 
     The result is a dictionary of environment variables; {} if PyTorch's agent doesn't restart
     ranks.

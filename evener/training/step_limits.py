@@ -124,12 +124,10 @@ def judge_training(
 
 
 def _find_step_seconds(steps: Sequence[RankStep]) -> float:
-    """Return the mean duration of a step in seconds; 0 if it is unknown.
-
-    A step takes equally long on all ranks, because they wait for each other. Waits are timed in
-    only some of the steps, so a long wait in a single step may be missed. Therefore the ranks that
-    wait least know the duration best.
-    """
+    """Return the mean duration of a step in seconds; 0 if it is unknown."""
+    # A step takes equally long on all ranks, because they wait for each other. Waits are timed in
+    # only some of the steps, so a long wait in a single step may be missed. Therefore the ranks
+    # that wait least know the duration best.
     known = [each for each in steps if each.step_s > 0]
     if not known:
         return 0.0
@@ -221,17 +219,17 @@ class _Finder:
 def _find_rest_error(seconds: float, step_s: float) -> float:
     """Return the margin of error (half of the 95 % interval) of a step's time after a remedy.
 
-    The remedy removes `seconds` from a step of `step_s` seconds. The rest of the step may then take
-    more or less time than before.
+    The remedy removes `seconds` from a step of `step_s` seconds.
     """
+    # The rest of the step may then take more or less time than before.
     return bound_error(seconds, step_s, REST_ERROR, REST_ERROR)
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
     """Return the indices of the ranks that reach the exchange last, or almost last.
 
-    `steps` are the ranks' mean steps. The result has the ranks that wait at most 5 % of a step
-    (`step_s` seconds) longer than the rank that waits least.
+    These are the ranks that wait at most 5 % of a step (`step_s` seconds) longer than the rank that
+    waits least.
     """
     least_s = min(each.waiting_s for each in steps)
     return [
@@ -325,9 +323,8 @@ def _find_unequal_work(
 ) -> StepPart | None:
     """Return the ranks' unequal compute times as the part of a step that limits training.
 
-    Its duration is the excess: how much longer the slowest rank computes than if all finished
-    together. Return None if the excess, or the longest wait of another rank, is within noise or
-    below 5 % of a step.
+    Its duration is how much longer the slowest rank computes than if all finished together. Return
+    None if that, or the longest wait of another rank, is within noise or below 5 % of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -352,10 +349,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the advised shares as its remedy, and with their predicted step time.
-
-    The part is returned unchanged if `advice` is None.
-    """
+    """Return the part with the advised shares as its remedy; unchanged without advice."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -391,10 +385,8 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the plan's curves, or proportional curves if a curve is missing or implausible.
-
-    Curves come from other processes' reports, so they aren't trusted.
-    """
+    """Return the plan's curves, or proportional curves if a curve is missing or implausible."""
+    # Curves come from other processes' reports, so they aren't trusted.
     shares = [each.share for each in ranks]
     curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
     planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
@@ -402,8 +394,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if the compute time of a step can be this long.
-
-    It is checked because other processes report it, and their reports may be wrong.
-    """
+    """True if the compute time of a step can be this long."""
+    # Other processes report it, and their reports may be wrong.
     return LEAST_WORK_S < seconds < MOST_WORK_S

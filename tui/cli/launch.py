@@ -212,10 +212,8 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Return the shares of this host as text, such as 5 rows on CPU:0, 2 × 410 rows on GPU:1.
-
-    For a device without rows, the text says how much of a sharded model's state the device holds.
-    """
+    """Return the shares of this host as text, such as 5 rows on CPU:0, 2 × 410 rows on GPU:1."""
+    # For a device without rows, the text says how much of a sharded model's state the device holds.
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
         if not share.batch:
@@ -327,10 +325,8 @@ def _write_start(job: HostJob) -> str:
 
 
 def _check_several(plan: Plan) -> None:
-    """Raise RequestError if the plan has only one device, because `--noise` needs several.
-
-    The noise scale is computed from differences between the gradients of several devices.
-    """
+    """Raise RequestError if the plan has only one device, because `--noise` needs several."""
+    # The noise scale is computed from differences between the gradients of several devices.
     if len(plan.layout.active) == 1:
         raise RequestError(
             "--noise compares the processes of a training, and on one device there is one.",

@@ -111,11 +111,11 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that starts the metrics server, and so returns a context.
+    """Return a function that starts the metrics server for a callable of the latest snapshot.
 
-    The function takes a callable for the latest snapshot. Without `--metrics`, the context does
-    nothing. The arguments are the values of `--metrics`, `--metrics-public` and `--once`. Raises
-    RequestError if they contradict each other or the address is invalid.
+    That function returns a context, which does nothing without `--metrics`. The arguments are the
+    values of `--metrics`, `--metrics-public` and `--once`. Raises RequestError if they contradict
+    each other or the address is invalid.
     """
     if address is None:
         if public:
@@ -181,8 +181,9 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 def _read_first(source: Source) -> Snapshot:
     """Return the first snapshot, after waiting long enough for the next one to have rates.
 
-    Rates need two readings. Raises DeviceError if the devices can't be read.
+    Raises DeviceError if the devices can't be read.
     """
+    # Rates need two readings.
     try:
         first = source.sample()
     except OSError as error:
@@ -249,11 +250,8 @@ def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
-    """Return the stored measurements of links between the snapshot's devices.
-
-    The module that reads them is imported only if there are at least two devices, because the
-    import takes time.
-    """
+    """Return the stored measurements of links between the snapshot's devices."""
+    # The import takes time, so it is done only for two or more devices.
     if len(snapshot.devices) < 2:
         return ()
     from evener.balancer.store.links import list_links
@@ -281,10 +279,8 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return the trainings of the snapshot.
-
-    The module that joins reports to trainings is imported only if there are reports.
-    """
+    """Return the trainings of the snapshot."""
+    # The module that joins reports to trainings is imported only if there are reports.
     if not snapshot.reports:
         return ()
     from ..view.trainings import join_trainings
@@ -293,11 +289,9 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """Yield the table of trainings, then the ranks of each training and what slows it down.
-
-    A training with a single process and no id is only listed in the table, which already shows all
-    of its values.
-    """
+    """Yield the table of trainings, then the ranks of each training and what slows it down."""
+    # A training with a single process and no id is only listed in the table, which already shows
+    # all of its values.
     rows = _join(snapshot)
     if not rows:
         return

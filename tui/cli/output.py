@@ -107,7 +107,7 @@ def guard_streams() -> None:
 def _similar(error: UnicodeError) -> tuple[str, int]:
     """Return similar ASCII characters for those that can't be written in the stream's encoding.
 
-    This is an error handler for `codecs`, so it also returns the position at which to continue.
+    This is an error handler for `codecs`, so it also returns where to continue.
     """
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end

@@ -195,11 +195,9 @@ def _make_table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[st
 def _table_rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table.
-
-    Each run has a row for each device and, if there are several devices, one for all of them
-    together. The last row is for all runs together.
-    """
+    """Yield the rows of the table."""
+    # Each run has a row for each device and, if there are several devices, one for all of them
+    # together. The last row is for all runs together.
     several = len(layout.active) > 1
     whole_batch = str(layout.global_batch)
     for number, run in enumerate(runs, 1):

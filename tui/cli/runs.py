@@ -182,10 +182,8 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """Return the run's first few devices as text.
-
-    For a training, devices are given by their product names, each with its count.
-    """
+    """Return the run's first few devices as text."""
+    # A training's devices are given by their product names, each with its count.
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
     more = " …" if len(summary.devices) > MOST_DEVICES else ""

@@ -162,8 +162,8 @@ def stopped_by_signals(
     """Return a context in which the first Ctrl-C, SIGTERM or SIGHUP calls `stop` and shows `words`.
 
     The context's value is a list, to which the signal's exit code is added. A second signal within
-    `PRESSED_TWICE_SECONDS` is ignored. Any later signal shows `at_once` and raises
-    KeyboardInterrupt. `say` shows these messages.
+    `PRESSED_TWICE_SECONDS` is ignored; a later one shows `at_once` and raises KeyboardInterrupt.
+    `say` shows messages.
     """
     caught: list[int] = []
     first_at = 0.0

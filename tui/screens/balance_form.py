@@ -113,7 +113,7 @@ def field_label(name: str) -> str:
 
 
 def to_form_terms(text: str) -> tuple[str, str]:
-    """Return a command-line error message in the form's terms, and the first field that it names.
+    """Return a command-line error message in the form's terms, and the first field in it.
 
     Options such as --global-batch become the form's labels. The field is "" if the message names no
     option.
@@ -463,7 +463,7 @@ class BalanceForm(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """Return the name of the field that an error message `text` is about.
+        """Return the field that an error message `text` is about.
 
         `named` is the field of the option that the message names, or "".
         """

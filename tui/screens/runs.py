@@ -151,10 +151,8 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor.
-
-        If another run is marked, its plan is drawn to the left for comparison.
-        """
+        """Draw the plan of the run under the cursor."""
+        # A marked run's plan is drawn to the left, for comparison.
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]

@@ -390,10 +390,8 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval.
-
-    A rank without a noise scale has no samples, and an infinite value is left out.
-    """
+    """Yield the metrics of each rank's noise scale: the scale and both ends of its interval."""
+    # A rank without a noise scale has no samples, and an infinite value is left out.
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))

@@ -20,10 +20,7 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """Return `text` with no-break spaces inside its numbers, such as 2 165, 0.7 % and ± 0.7 %.
-
-    Wrapping then doesn't break a number between two lines.
-    """
+    """Return `text` with no-break spaces inside its numbers, such as 2 165, 0.7 % and ± 0.7 %."""
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 

@@ -97,8 +97,8 @@ def _energy_cells(one: RankedLayout, power: Power | None) -> tuple[str, str, str
 def where(one: RankedLayout, labels: Sequence[str]) -> str:
     """Return the devices of a layout with their samples, such as GPU:0[820] GPU:1[568].
 
-    Several trainings on one device are written as 5 x GPU:0[256]. If the devices hold different
-    parts of the model, their common batch follows, such as GPU:0 GPU:1 [820].
+    Five trainings on one device are 5 x GPU:0[256]. For devices that hold different parts of the
+    model, the text ends in their common batch: GPU:0 GPU:1 [820].
     """
     layout = one.candidate.layout
     if layout.traits.placed:
@@ -160,9 +160,8 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 def scaling_table(found: SearchReport) -> Table:
     """Return a table that shows how an even split scales with the number of devices.
 
-    It has the time for `SCALING_STEPS` steps for each number of devices that was measured without
-    tuned options (XLA, precision). If no single device or no even split was measured, the table
-    has only headings.
+    It has the time for `SCALING_STEPS` steps without tuned options (XLA, precision). It has only
+    headings if no single device or no even split was measured.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

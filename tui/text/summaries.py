@@ -301,9 +301,8 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
     """Return a table with a row for each device, and the sentences below the table.
 
-    A row has the device's share in samples and as a fraction of the batch, its samples/s in the
-    plan, and its solo samples/s. Tokens/s and samples per joule follow if they are known. Sentences
-    are wrapped to `width`.
+    A row has the device's share, its samples/s in the plan, and its solo samples/s. Tokens/s and
+    samples per joule follow if they are known. Sentences are wrapped to `width`.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -386,10 +385,8 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(throughput: Throughput) -> str:
-    """Return the samples per joule of all devices, and their power in watts.
-
-    If some devices of the plan are idle, the power of active and of idle devices follows.
-    """
+    """Return the samples per joule of all devices, and their power in watts."""
+    # If some devices of the plan are idle, the power of active and of idle devices follows.
     efficiency, active, idle = energy_cells(
         throughput.samples_per_second, throughput.active_watts, throughput.idle_watts
     )

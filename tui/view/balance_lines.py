@@ -82,10 +82,8 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _measures_alone(state: SessionState) -> bool:
-    """True if a search on several devices has measured no split yet.
-
-    Then no shares are shown, because they would look like a decision.
-    """
+    """True if a search on several devices has measured no split yet."""
+    # Then no shares are shown, because they would look like a decision.
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
         return False
@@ -100,11 +98,8 @@ def _solo_progress(state: SessionState) -> str:
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """Return the shares as one bar of `width` cells, each device in its colour.
-
-    A device's part of the bar ends in a half cell, except the last part. This keeps the parts
-    distinct without colours.
-    """
+    """Return the shares as one bar of `width` cells, each device in its colour."""
+    # Each part but the last ends in a half cell, so that the parts are distinct without colours.
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
     spans = [Span(" ")]
@@ -164,8 +159,8 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return a line for each layout: its samples/s with a bar, and the best layout's gain over it.
 
-    The best layout so far comes first, followed by its rivals. On a narrow terminal, each bar is on
-    a line of its own below, or there are no bars if `height` isn't enough for that.
+    The best layout comes first. On a narrow terminal, bars are on lines of their own, or left out
+    if `height` is too small.
     """
     found = rivals(state)
     if not found:
@@ -366,10 +361,8 @@ def _throughput_lines(throughput: str, layout: str, simulated: bool, width: int)
 
 
 def _search_progress(state: SessionState) -> str:
-    """Return what is being measured and why.
-
-    If all running probes are still building their models, return on which devices they do so.
-    """
+    """Return what is being measured and why."""
+    # If all running probes are still building their models, name the devices on which they do so.
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
         where = {state.devices[i]: None for each in building for i in each.probe.layout.active}
@@ -379,10 +372,8 @@ def _search_progress(state: SessionState) -> str:
 
 
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return lines on the number of measurements and the remaining budget.
-
-    After the search, they give the reason why it ended instead of the budget.
-    """
+    """Return lines on the number of measurements and the remaining budget."""
+    # After the search, they give the reason why it ended instead of the budget.
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds

@@ -218,9 +218,9 @@ def span_cells(spans: Iterable[Span]) -> int:
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
     """Merge adjacent spans of the same tone, so that a line has fewer parts to render.
 
-    Return the merged spans as (text, tone, action). Blanks have no visible tone, so they are merged
-    with the span before them. Spans with an action aren't merged.
+    Return the merged spans as (text, tone, action). Spans with an action aren't merged.
     """
+    # Blanks have no visible tone, so they are merged with the span before them.
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
     tone = TONES[0]

@@ -252,10 +252,8 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
 
 
 def nice_ceiling(number: float) -> float:
-    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, for the upper end of an axis.
-
-    With so few possible ends, the axis rarely changes while values grow.
-    """
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, for the upper end of an axis."""
+    # With so few possible ends, the axis rarely changes while values grow.
     if number <= 0 or not math.isfinite(number):
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))

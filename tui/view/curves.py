@@ -118,10 +118,8 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _mark_failed_batches(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a vertical line at each device's smallest batch size that ran out of memory.
-
-    From the largest of these batch sizes on, the chart is hatched.
-    """
+    """Return a vertical line at each device's smallest batch size that ran out of memory."""
+    # From the largest of these batch sizes on, the chart is hatched.
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None
     ]

@@ -159,10 +159,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the value of `field` in each device's sample.
-
-    Samples in which the value is missing or too old are skipped.
-    """
+    """Return the values of `field` in the devices' samples, without missing and old values."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -209,10 +206,8 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """Return a predicate that is True for a row if any of its devices supports any of these fields.
-
-    A column with these fields is shown only if the predicate is True for some row.
-    """
+    """Return a predicate: does any device of a row support any of these fields?"""
+    # A column with these fields is shown only if the predicate is True for some row.
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
         for each in _devices(row)
@@ -435,8 +430,7 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
     """Draw a device's row, or a host's row by `draw_host`.
 
-    The row of a lost device says what happened to it instead of its values. `here` is True if the
-    cursor is on the row.
+    `here` is True if the cursor is on the row. A lost device's row says what happened to it.
     """
     if isinstance(row, HostRow):
         return draw_host(row, width, here)

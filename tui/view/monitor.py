@@ -289,8 +289,9 @@ def device_details(
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
     """Return the lines of metrics with a value, and one sentence that names all other metrics.
 
-    `facts` has a line for each metric. The device doesn't support a metric without a value.
+    `facts` has a line for each metric.
     """
+    # The device doesn't support a metric without a value.
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
     words = text_lines(f"Not reported by this device: {names}.", width, 6, "dim") if names else ()

@@ -319,10 +319,8 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """Return the caption of the y axis and the labels of the series.
-
-    Labels that don't fit are only counted.
-    """
+    """Return the caption of the y axis and the labels of the series."""
+    # Labels that don't fit are only counted.
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
     for place, one in enumerate(named):

@@ -221,9 +221,9 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
 def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     """Yield a cause for each silent rank that other ranks wait for.
 
-    If all ranks are silent in the same part of a step, yield one cause for all of them. `missing`
-    is the number of ranks that don't report on this machine, so that their progress is unknown.
+    `missing` is the number of ranks that don't report on this machine.
     """
+    # If all ranks are silent in the same part of a step, there is one cause for all of them.
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
     if _are_all_at_one(rows, holding):
@@ -237,11 +237,9 @@ def _find_silent_causes(rows: Sequence[RankRow], missing: int) -> Iterator[Cause
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the other ranks wait for.
-
-    They are the ranks that have stopped. If there are none, they are the ranks with the least
-    progress in the step.
-    """
+    """Return the silent ranks that the other ranks wait for."""
+    # They are the ranks that have stopped or, without any, those with the least progress in the
+    # step.
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
         return stopped
@@ -269,8 +267,8 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
     """Return a silent rank as a cause.
 
-    `waits` is True if other silent ranks are ahead of this one in the step, and so wait for it.
-    `unknown` is True if the progress of some ranks is unknown.
+    `waits` is True if other silent ranks wait for this one. `unknown` is True if the progress of
+    some ranks is unknown.
     """
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
@@ -294,7 +292,7 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _silence_kind(row: RankRow) -> str:
-    """Return the kind of the cause for the part of the step in which a rank is silent."""
+    """Return the kind of cause for the part of the step in which a rank is silent."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
@@ -319,10 +317,8 @@ _WHAT = {  # what takes time in a step: on all ranks, or on one
 def _describe_limit(
     limit: TrainingLimit, judged: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
-    """Return a limit of the training as a cause with its description.
-
-    If the limit concerns one rank, the description says whether the other ranks wait for it.
-    """
+    """Return a limit of the training as a cause with its description."""
+    # For a limit of one rank, the description says whether the other ranks wait for it.
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
     waited_s, own_s = 0.0, 0.0

@@ -117,9 +117,9 @@ def _gain_bar(
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
     """Return a bar of `width` cells, filled to the fraction `part`.
 
-    It is lower than a line of text, so that bars don't touch. The bar of the plan (`first`) is
-    coloured, other bars are dim.
+    The bar of the plan (`first`) is coloured, other bars are dim.
     """
+    # It is lower than a line of text, so that bars don't touch.
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
 
@@ -140,10 +140,7 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return the keys with their labels in one line. A click on a key presses the key.
-
-    Keys that don't fit in `width` are left out, beginning with the last.
-    """
+    """Return the keys with their labels in one line, as many as fit; a click presses a key."""
     spans: list[Span] = []
     for hint in keys:
         action = f"app.simulate_key('{hint.key}')"
@@ -196,7 +193,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 def _verdict_texts(finished: Finished) -> list[str]:
     """Return the verdict's gains, its doubts, the plan's other warnings, and the verdict's remarks.
 
-    Return an empty list for a run by an older version, which stored only the text of its verdict.
+    Return an empty list for a run of an older version, which stored only the verdict's text.
     """
     written = _written(finished)
     if written is None:

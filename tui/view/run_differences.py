@@ -137,10 +137,7 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return `text`, or only the part after its last slash (a file's name) if it doesn't fit.
-
-    `cells` is the width that it must fit in.
-    """
+    """Return `text`, or only the file's name at its end if `text` doesn't fit in `cells`."""
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

@@ -40,10 +40,8 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the workload without a file's directories, or why the run can't be read.
-
-    A run on simulated devices has a mark in front, which is never cut off.
-    """
+    """Draw the workload without a file's directories, or why the run can't be read."""
+    # A run on simulated devices has a mark in front, which is never cut off.
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
     name = Span(cut(plain(text), width - cells(mark)), "text" if row.workload else "bad")

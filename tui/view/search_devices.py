@@ -137,10 +137,8 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's best solo throughput and the batch size at which it was measured.
-
-    If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
-    """
+    """Draw a device's best solo throughput and the batch size at which it was measured."""
+    # If there is room, a bar precedes them; a full bar is the throughput of the fastest device.
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
         return spans[:1]

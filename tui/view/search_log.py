@@ -73,9 +73,9 @@ def log_rows(state: SessionState) -> list[LogRow]:
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
     """Return a note on a measurement for the log: its doubts, or else its gain; "" without either.
 
-    For a single device, the gain is over its next smaller batch size. `alone` has the solo
-    samples/s by device index and batch size. For several devices, it is over `fastest`, the highest
-    samples/s so far.
+    A single device's gain is over its next smaller batch size; `alone` has the solo samples/s by
+    device index and batch size. Several devices' gain is over `fastest`, the highest samples/s so
+    far.
     """
     if not isinstance(seen, Timed):
         return ""

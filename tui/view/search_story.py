@@ -155,10 +155,8 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return the mark and tone of each phase: done, running, or still to come.
-
-    A search on one device measures no splits, so the phase for splits is left out.
-    """
+    """Return the mark and tone of each phase: done, running, or still to come."""
+    # A search on one device measures no splits, so the phase for splits is left out.
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
     marks: dict[Phase, tuple[str, Tone]] = {}

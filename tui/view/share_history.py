@@ -26,10 +26,8 @@ def share_lines(
 ) -> tuple[Line, ...]:
     """Draw each rank's number of rows per step over time, as a bar.
 
-    A line below the bars numbers the changes of shares from 1; each number is at the time of its
-    change. The time axis begins shortly before the first change and ends now, at `at_seconds`.
-    Return an empty tuple if the shares haven't changed, if the changes don't match the ranks, or if
-    there is no room.
+    The line below numbers the changes of shares. The time axis ends now, at `at_seconds`. Return an
+    empty tuple without changes, without room, or if the changes don't match the ranks.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]

@@ -101,10 +101,8 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
-    """Give the part at index `place` one more cell, by changing `counts`.
-
-    If all `width` cells are taken, the cell is taken from the widest part.
-    """
+    """Give the part at index `place` one more cell, by changing `counts`."""
+    # If all `width` cells are taken, the cell is taken from the widest part.
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
@@ -113,9 +111,8 @@ def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
     """Return the last steps of each rank as a lane, with all lanes on one time scale.
 
-    The lanes begin with the same step if the ranks' reports have enough steps in common. Within
-    a lane, each step begins where the previous one ends. Return an empty tuple if no rank
-    reports its steps.
+    The lanes begin with the same step if the ranks' reports allow it. Return an empty tuple if no
+    rank reports its steps.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -139,11 +136,9 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Return at most `most` steps of each rank, and a text that says which steps they are.
-
-    If the ranks' reports have enough steps in common, the result has these steps for all ranks.
-    Otherwise it has each rank's own last steps.
-    """
+    """Return at most `most` steps of each rank, and a text that says which steps they are."""
+    # These are the same steps for all ranks if the reports have enough in common. Otherwise they
+    # are each rank's own last steps.
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
     if last - first + 1 >= LEAST_IN_COMMON:
@@ -167,9 +162,9 @@ def _draw_lane(
 ) -> list[Span]:
     """Draw the steps of one rank over `width` cells, which stand for `span_s` seconds.
 
-    Each step is drawn in its parts; `exchange_s` is the mean time of the exchange. A step of at
-    least `LEAST_WITH_GAP` cells is followed by a blank.
+    `exchange_s` is the mean time of the exchange.
     """
+    # A step of at least `LEAST_WITH_GAP` cells is followed by a blank.
     if span_s <= 0:
         return [Span(" " * width)]
     spans: list[Span] = []
@@ -185,11 +180,9 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """Return the seconds of a step's parts in the order of `PARTS`.
-
-    A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of it
-    count as exchange, and the rest as waiting.
-    """
+    """Return the seconds of a step's parts in the order of `PARTS`."""
+    # A step reports waiting and exchange as one time (`meeting_s`). Up to `exchange_s` seconds of
+    # it count as exchange, and the rest as waiting.
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s
     return step.input_s, step.own_work_s, waiting_s, exchange_s, step.between_s

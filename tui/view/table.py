@@ -49,8 +49,8 @@ TAG: Column[Any] = Column(
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table, and how its rows are drawn.
 
-    If `draw` is given, it draws the rows instead of `table_row`. Its arguments are the row, the
-    widths of the columns by key, the width of the table, and whether the cursor is on the row.
+    `draw` draws a row instead of `table_row`, from the row, the widths of the columns by key, the
+    width of the table, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
@@ -152,9 +152,9 @@ def _heading(
 ) -> Line:
     """Return the line of titles; the column by which rows are sorted has an arrow.
 
-    A click on a title sorts by its column. `more` is a text at the right end of the line, which
-    covers the last titles if necessary.
+    `more` is a text at the right end of the line.
     """
+    # A click on a title sorts by its column.
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
         own = widths[column.key]
@@ -228,9 +228,8 @@ def table_lines(
 ) -> tuple[tuple[Line, ...], int]:
     """Return the heading and the rows that fit below it, and the index of the first visible row.
 
-    The rows, already sorted by `order`, are scrolled so that the row under the cursor is visible.
-    The heading ends with `note` and the numbers of rows above and below the visible ones. A table
-    without rows shows the grid's message.
+    The rows, sorted by `order`, are scrolled to the cursor. The heading ends with `note` and the
+    numbers of rows above and below. A table without rows shows the grid's message.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)

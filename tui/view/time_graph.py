@@ -148,7 +148,7 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots, from 1 to `most`; `scale` is dots per unit of value."""
+    """Return the height of a value in dots, from 1 to `most`; `scale` is the dots per unit."""
     return max(1, min(most, round(number * scale)))
 
 

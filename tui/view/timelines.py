@@ -105,10 +105,10 @@ def place_graphs(
 ) -> GraphPlan | None:
     """Return the arrangement of graphs of these devices for `width` × `height` cells.
 
-    Only metrics that are in the stored readings (`past`), or are reported now, have graphs. If not
-    all devices fit, there are graphs only for the device with the key `chosen` and the devices
-    around it. Return None if there is no room, or if no metric has been reported yet.
+    If not all devices fit, only the device with the key `chosen` and those around it have graphs.
+    Return None if there is no room, or if no metric has been reported yet.
     """
+    # Only metrics in the stored readings (`past`), or reported now, have graphs.
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # without the heading and the time axis
     most = max(0, (width - LABEL_CELLS) // (GUTTER_CELLS + LEAST_GRAPH + 1))
@@ -181,10 +181,8 @@ def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iter
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """Return the upper end of each metric's axis, if all devices share one scale.
-
-    It is the highest of the upper ends that the axes of the single devices would have.
-    """
+    """Return the upper end of each metric's axis if all devices share one scale."""
+    # It is the highest of the ends that the axes of the single devices would have.
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -217,7 +215,7 @@ def _draw_label(
 ) -> list[tuple[Span, ...]]:
     """Return the lines in front of a device's graphs: its label, its product name, and blank lines.
 
-    If `chosen` is True, the cursor's sign precedes the label.
+    `chosen` is True for the device under the cursor.
     """
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)

@@ -72,8 +72,8 @@ def training_graph_lines(
     """Return as many graphs of a training as fit in `size` (width in cells, height in lines).
 
     The graphs show at least the last `seconds` of `past`, whose readings are `interval_seconds`
-    apart. `samples` are the devices that the monitor sees. If none of them belongs to the training,
-    return a message instead. If there is no room, return an empty tuple.
+    apart. Return a message if none of the monitor's `samples` belongs to the training, and an empty
+    tuple without room.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -120,8 +120,7 @@ def _most_columns(width: int, most: int, ticks: float) -> int:
 def _least_columns(count: int, most: int, height: int) -> int:
     """Return the smallest number of columns in which each of `count` graphs is high enough.
 
-    A graph needs `GOOD_HEIGHT` lines, and there are `height` lines in all. If even `most` columns
-    aren't enough, return `most`.
+    The result is at most `most`. A graph needs `GOOD_HEIGHT` of the `height` lines.
     """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:

@@ -101,10 +101,8 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the descriptions of the causes if they fit, else only the names of the causes.
-
-    For an ended training, draw how long ago it ended.
-    """
+    """Draw the descriptions of the causes if they fit, else only the names of the causes."""
+    # For an ended training, draw how long ago it ended.
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
         return (Span(words if cells(words) <= width else "ended"),)
@@ -316,10 +314,8 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _list_excluded_causes(row: TrainingRow) -> str:
-    """Return a text for a training that is slower than its plan, although no cause was found.
-
-    It lists which causes were ruled out, and the measurements that ruled them out.
-    """
+    """Return a text for a training that is slower than its plan, although no cause was found."""
+    # It lists the causes that were ruled out, with the measurements that ruled them out.
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -391,10 +387,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as +43 %; large gains are written as "over +900 %".
-
-    Gains from `MOST_GAIN` on aren't distinguished.
-    """
+    """Return a gain as text, such as +43 %, or "over +900 %" from `MOST_GAIN` on."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

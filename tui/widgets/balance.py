@@ -221,7 +221,7 @@ class BalanceView(UsesApp, Widget):
     def _top_rows(self, width: int, frame: int, most: int) -> int:
         """Return the height of the result, or of the search's description with its notes.
 
-        The height is at most `most`; `frame` is the number of lines that a frame takes.
+        It is at most `most`; `frame` is the lines that a frame takes.
         """
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2

@@ -83,8 +83,7 @@ class Lines(UsesApp, Widget):
     def redraw(self) -> None:
         """Rebuild the lines for the current size.
 
-        A subclass that makes its own lines overrides this method. Here it does nothing, because the
-        lines are given.
+        Subclasses that make their own lines override this method.
         """
 
     def show(self, lines: Sequence[Line]) -> None:

@@ -99,9 +99,9 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return a key of the row, by which the cursor follows it as rows are added or removed.
+        """Return a key by which the cursor follows the row as rows are added or removed.
 
-        If the key is None, the cursor stays at its index.
+        With None, the cursor stays at its index.
         """
         return None
 

@@ -116,10 +116,8 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Return labels of the first class: 0 for a sparse loss, otherwise one-hot rows.
-
-    Every loss accepts such labels.
-    """
+    """Return labels of the first class, which every loss accepts."""
+    # They are 0 for a sparse loss, otherwise one-hot rows.
     shape = _closed(tensor)
     if "sparse" in loss:
         return np.zeros((rows, *shape[:-1]), np.int64)

@@ -88,8 +88,9 @@ class Tiles:
 def _within(positions: tuple[int, int], first: int) -> slice:
     """Return the slice of a tile that covers the half-open range `positions` of the whole image.
 
-    `first` is the position at which the tile begins. Positions outside the tile are left out.
+    `first` is the position at which the tile begins.
     """
+    # Positions outside the tile are left out.
     begin, end = positions
     return slice(max(0, begin - first), max(0, end - first))
 
@@ -150,10 +151,8 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Apply batch normalisation with the whole image's statistics.
-
-    Only sums are copied between devices, not pixels.
-    """
+    """Apply batch normalisation with the whole image's statistics."""
+    # Only sums are copied between devices, not pixels.
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
         home, count = (

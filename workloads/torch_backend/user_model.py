@@ -318,20 +318,14 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return the data set `given`, or the data set of a DataLoader, as `Data`.
-
-    A DataLoader's collate function, workers and pinning are used, too.
-    """
+    """Return a data set, or the data set and loader options of a DataLoader, as `Data`."""
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
 
 
 def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer in a result of `configure_optimizers`; None if there is none.
-
-    `given` may have any form that `configure_optimizers` may return.
-    """
+    """Return the first optimizer in any result of `configure_optimizers`; None without any."""
     if isinstance(given, Mapping):
         given = given.get("optimizer")
     while isinstance(given, tuple | list):
